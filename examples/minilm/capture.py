@@ -35,7 +35,7 @@ TOLERANCE = 5e-6
 
 
 def read_passages(path):
-    """Return [(source, text)]; a paragraph that begins with '#' names the source of the next ones."""
+    """Return [(source, text)]; a paragraph starting with '#' names the source of the next ones."""
     passages, source = [], None
     for paragraph in path.read_text(encoding="ascii").split("\n\n"):
         text = " ".join(paragraph.split())
