@@ -1,0 +1,77 @@
+# How everything in this repository is compiled, and fovea_layer(), which makes a folder a target.
+
+if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+  set(CMAKE_BUILD_TYPE Release CACHE STRING "Release, Debug or RelWithDebInfo" FORCE)
+endif()
+
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+
+# No -march: Highway compiles each kernel once per instruction set and chooses at run time, so one
+# build runs on every machine of an architecture.
+set(CMAKE_CXX_FLAGS_RELEASE "-O3 -DNDEBUG")
+
+find_program(CCACHE_PROGRAM ccache)
+if(CCACHE_PROGRAM AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${CCACHE_PROGRAM})
+endif()
+
+add_library(fovea_options INTERFACE)
+target_compile_options(fovea_options INTERFACE -Wall -Wextra -Wpedantic -Wshadow -Wconversion)
+if(FOVEA_WERROR)
+  target_compile_options(fovea_options INTERFACE -Werror)
+endif()
+if(FOVEA_SANITIZE)
+  # Global on purpose: a sanitizer that sees half of a program reports the other half's bugs.
+  add_compile_options(-fsanitize=${FOVEA_SANITIZE} -fno-sanitize-recover=all
+                      -fno-omit-frame-pointer)
+  add_link_options(-fsanitize=${FOVEA_SANITIZE})
+endif()
+
+# fovea_include_tree(<name> [FILES <file>...])
+#
+# Sets <name>_INCLUDE_DIR to a directory that holds <name>/ and nothing else: a link to this folder,
+# or links to the named files of src/<name> only. It is the whole reason why `#include "core/mask.h"`
+# compiles in a target that links fovea_core and fails in one that does not.
+function(fovea_include_tree name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "DIRECTORY" "FILES")
+  if(NOT arg_DIRECTORY)
+    set(arg_DIRECTORY ${name})
+  endif()
+  set(tree ${PROJECT_BINARY_DIR}/include-${name})
+  if(arg_FILES)
+    file(MAKE_DIRECTORY ${tree}/${arg_DIRECTORY})
+    foreach(file IN LISTS arg_FILES)
+      file(CREATE_LINK ${PROJECT_SOURCE_DIR}/src/${arg_DIRECTORY}/${file}
+           ${tree}/${arg_DIRECTORY}/${file} SYMBOLIC)
+    endforeach()
+  else()
+    file(MAKE_DIRECTORY ${tree})
+    file(CREATE_LINK ${PROJECT_SOURCE_DIR}/src/${arg_DIRECTORY} ${tree}/${arg_DIRECTORY} SYMBOLIC)
+  endif()
+  set(${name}_INCLUDE_DIR ${tree} PARENT_SCOPE)
+endfunction()
+
+# fovea_layer(<name> [LINKS <target>...] [PRIVATE_LINKS <target>...])
+#
+# Makes the current folder, src/<name>, the target fovea_<name>: every .cpp in it, its headers as
+# "<name>/...", and the layers it may see. Header-only folders become INTERFACE libraries.
+# LINKS are seen through its headers too, PRIVATE_LINKS by its sources alone.
+function(fovea_layer name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "LINKS;PRIVATE_LINKS")
+  fovea_include_tree(${name})
+  file(GLOB sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/*.cpp)
+  set(target fovea_${name})
+  if(sources)
+    add_library(${target} STATIC ${sources})
+    target_include_directories(${target} PUBLIC ${${name}_INCLUDE_DIR})
+    target_link_libraries(${target} PUBLIC ${arg_LINKS} PRIVATE ${arg_PRIVATE_LINKS} fovea_options)
+  else()
+    add_library(${target} INTERFACE)
+    target_include_directories(${target} INTERFACE ${${name}_INCLUDE_DIR})
+    target_link_libraries(${target} INTERFACE ${arg_LINKS})
+  endif()
+endfunction()

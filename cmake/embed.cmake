@@ -1,0 +1,32 @@
+# cmake -D ROOT=<dir> -D FILES=<a;b;...> -D OUTPUT=<file.cpp> -P embed.cmake
+#
+# Writes a C++ file that defines fovea::device::files(): the bytes of FILES, named relative to ROOT.
+# Bytes as numbers, since a string literal would need escapes and has a length limit.
+
+list(SORT FILES)
+set(arrays "")
+set(table "")
+set(count 0)
+foreach(file IN LISTS FILES)
+  file(RELATIVE_PATH name ${ROOT} ${file})
+  file(SIZE ${file} size)
+  if(size EQUAL 0)
+    continue() # a zero-length array is not C++
+  endif()
+  file(READ ${file} hex HEX)
+  string(REGEX REPLACE "([0-9a-f][0-9a-f])" "0x\\1," bytes "${hex}")
+  string(APPEND arrays "// ${name}\nconst unsigned char file_${count}[] = {${bytes}};\n")
+  string(APPEND table
+         "    File{\"${name}\", {reinterpret_cast<const char*>(file_${count}), ${size}}},\n")
+  math(EXPR count "${count} + 1")
+endforeach()
+
+if(count EQUAL 0)
+  set(body "std::span<const File> files() { return {}; }\n")
+else()
+  set(body
+      "namespace {\n\n${arrays}\nconst File table[] = {\n${table}};\n\n}  // namespace\n\nstd::span<const File> files() { return table; }\n"
+  )
+endif()
+file(WRITE ${OUTPUT}
+     "#include \"device/files.h\"\n\nnamespace fovea::device {\n\n${body}\n}  // namespace fovea::device\n")
