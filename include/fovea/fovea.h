@@ -1,0 +1,151 @@
+/* fovea: exact attention, C interface. The semantics are those of fovea.hpp.
+ *
+ * Every function returns a status; on failure fovea_last_error() holds one sentence that names the
+ * argument, its value and what would be right, valid until the calling thread's next call into the
+ * library. Structures carry their size, set by their _init function, so that fields can be added. */
+#ifndef FOVEA_FOVEA_H
+#define FOVEA_FOVEA_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum fovea_status {
+  FOVEA_OK = 0,
+  FOVEA_INVALID_ARGUMENT = 1, /* the input is wrong */
+  FOVEA_UNSUPPORTED = 2,      /* the input is right, but no backend asked for does it */
+  FOVEA_OUT_OF_MEMORY = 3,
+  FOVEA_DEVICE_ERROR = 4, /* a driver or launch failure */
+  FOVEA_INTERNAL_ERROR = 5
+} fovea_status;
+
+typedef enum fovea_dtype {
+  FOVEA_F32 = 0,
+  FOVEA_BF16 = 1,
+  FOVEA_F16 = 2,
+  FOVEA_E4M3 = 3,
+  FOVEA_E5M2 = 4,
+  FOVEA_BOOLEAN = 5
+} fovea_dtype;
+
+typedef enum fovea_device {
+  FOVEA_DEVICE_AUTOMATIC = 0,
+  FOVEA_DEVICE_CPU = 1,
+  FOVEA_DEVICE_CUDA = 2,
+  FOVEA_DEVICE_EMULATED_SM90A = 3,
+  FOVEA_DEVICE_EMULATED_SM100A = 4
+} fovea_device;
+
+typedef enum fovea_softmax {
+  FOVEA_SOFTMAX_AUTOMATIC = 0,
+  FOVEA_SOFTMAX_ONLINE = 1,
+  FOVEA_SOFTMAX_CONDITIONAL = 2,
+  FOVEA_SOFTMAX_SUM_GUARD = 3
+} fovea_softmax;
+
+/* A strided view; strides count elements. present = 0: the tensor is absent. */
+typedef struct fovea_tensor {
+  void* data;
+  fovea_dtype dtype;
+  int32_t present;
+  int64_t shape[4];
+  int64_t stride[4];
+} fovea_tensor;
+
+/* (batch, seqlen, heads, head_dim) in memory order. */
+fovea_tensor fovea_tensor_bshd(const void* data, fovea_dtype dtype, int64_t batch, int64_t seqlen,
+                               int64_t heads, int64_t head_dim);
+/* The same logical tensor stored as (batch, heads, seqlen, head_dim). */
+fovea_tensor fovea_tensor_bhsd(const void* data, fovea_dtype dtype, int64_t batch, int64_t seqlen,
+                               int64_t heads, int64_t head_dim);
+/* Row-major strides for any shape. */
+fovea_tensor fovea_tensor_contiguous(const void* data, fovea_dtype dtype, const int64_t shape[4]);
+
+/* An array of count integers; null and 0: absent. */
+typedef struct fovea_lengths {
+  const int32_t* data;
+  int64_t count;
+} fovea_lengths;
+
+/* Fields as in fovea::Problem. */
+typedef struct fovea_problem {
+  size_t size; /* sizeof(fovea_problem), set by fovea_problem_init */
+
+  fovea_tensor q, k, v, out;
+  fovea_tensor lse;
+  fovea_tensor bias, mask, sink, alibi;
+
+  fovea_lengths cu_seqlens_q, cu_seqlens_k;
+  fovea_lengths seqused_q, seqused_k;
+  int64_t max_seqlen_q, max_seqlen_k;
+
+  fovea_lengths block_table;
+  int64_t block_table_columns;
+
+  float softmax_scale; /* read only if has_softmax_scale; otherwise 1 / sqrt(head_dim) */
+  int32_t has_softmax_scale;
+  int32_t causal;
+  int64_t window_left, window_right; /* -1: unbounded */
+  float softcap;
+  float dropout_probability;
+  uint64_t dropout_seed, dropout_offset;
+  int32_t num_splits;
+  int32_t deterministic;
+} fovea_problem;
+
+typedef struct fovea_options {
+  size_t size; /* sizeof(fovea_options), set by fovea_options_init */
+  fovea_device device;
+  int32_t threads;
+  fovea_softmax softmax;
+} fovea_options;
+
+typedef struct fovea_statistics {
+  size_t size; /* sizeof(fovea_statistics), set by the caller */
+  int64_t tiles_full, tiles_partial, rescales, repairs, recomputed_tiles, splits;
+} fovea_statistics;
+
+void fovea_problem_init(fovea_problem* problem);
+void fovea_options_init(fovea_options* options);
+
+typedef struct fovea_plan fovea_plan;
+
+/* options may be null. On success *plan is owned by the caller: fovea_plan_destroy. */
+fovea_status fovea_plan_create(const fovea_problem* problem, const fovea_options* options,
+                               fovea_plan** plan);
+void fovea_plan_destroy(fovea_plan* plan);
+fovea_status fovea_plan_workspace_bytes(const fovea_plan* plan, size_t* bytes);
+
+/* statistics may be null. */
+fovea_status fovea_plan_run(const fovea_plan* plan, const fovea_problem* problem, void* workspace,
+                            size_t workspace_bytes, fovea_statistics* statistics);
+
+/* Writes the explanation, cut to capacity and terminated; *length is its whole length without the
+ * terminator. buffer may be null when capacity is 0. */
+fovea_status fovea_plan_explain(const fovea_plan* plan, char* buffer, size_t capacity,
+                                size_t* length);
+
+/* Plan and run in one call. options and statistics may be null. */
+fovea_status fovea_attention(const fovea_problem* problem, const fovea_options* options,
+                             fovea_statistics* statistics);
+
+typedef struct fovea_part {
+  fovea_tensor out;
+  fovea_tensor lse;
+} fovea_part;
+
+/* Combines count parts into result; sink may be null. */
+fovea_status fovea_merge(const fovea_part* parts, int64_t count, const fovea_part* result,
+                         const fovea_tensor* sink);
+
+const char* fovea_last_error(void);
+const char* fovea_version(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

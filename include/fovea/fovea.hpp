@@ -1,0 +1,190 @@
+// fovea: exact attention.
+//
+//   out = softmax(softcap(softmax_scale * q k^T) + bias - alibi, where visible) v
+//
+// Describe the call in a Problem, plan() it once, run() it many times:
+//
+//   fovea::Problem p;
+//   p.q = fovea::bshd(q, fovea::DType::f32, batch, seqlen_q, heads_q, head_dim);
+//   p.k = ...; p.v = ...; p.out = ...;
+//   p.causal = true;
+//   const fovea::Plan plan = fovea::plan(p);
+//   std::vector<std::byte> workspace(plan.workspace_bytes());
+//   plan.run(p, workspace);
+//
+// Every fault of the input is an Error whose message is one sentence that names the argument, its
+// value and what would be right; nothing is written before it is thrown. The library never prints,
+// never exits and reads the environment only where docs/environment.md says so.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace fovea {
+
+enum class DType : std::uint8_t { f32, bf16, f16, e4m3, e5m2, boolean };
+
+[[nodiscard]] std::string_view name(DType dtype);
+[[nodiscard]] std::size_t size_bytes(DType dtype);
+
+// A strided view of memory the caller owns. Dimension order is fixed per argument (see Problem);
+// any layout is expressed by its strides, counted in elements. Strides may be zero (broadcast) and
+// the base may have any alignment of the element type. Default-constructed: absent.
+struct Tensor {
+  void* data = nullptr;
+  DType dtype = DType::f32;
+  std::array<std::int64_t, 4> shape{};
+  std::array<std::int64_t, 4> stride{};
+  bool present = false;  // an empty tensor (a zero in shape) may have null data and be present
+};
+
+// A tensor of the given shape with row-major strides.
+[[nodiscard]] Tensor contiguous(const void* data, DType dtype, std::array<std::int64_t, 4> shape);
+// (batch, seqlen, heads, head_dim) in memory order: the convention of flash-attention.
+[[nodiscard]] Tensor bshd(const void* data, DType dtype, std::int64_t batch, std::int64_t seqlen,
+                          std::int64_t heads, std::int64_t head_dim);
+// The same logical tensor stored as (batch, heads, seqlen, head_dim): PyTorch's convention.
+[[nodiscard]] Tensor bhsd(const void* data, DType dtype, std::int64_t batch, std::int64_t seqlen,
+                          std::int64_t heads, std::int64_t head_dim);
+// Sequences packed row after row, (total, heads, head_dim): for cu_seqlens.
+[[nodiscard]] Tensor packed(const void* data, DType dtype, std::int64_t total, std::int64_t heads,
+                            std::int64_t head_dim);
+
+struct Dropout {
+  float probability = 0.0f;  // of dropping a weight, in [0, 1)
+  std::uint64_t seed = 0;
+  std::uint64_t offset = 0;  // advance between calls; the mask is a function of seed, offset, position
+};
+
+// One attention call. Shapes, with B sequences, Hq query and Hkv key/value heads (Hq % Hkv == 0):
+//
+//              dense                  varlen (cu_seqlens given)   paged (block_table given)
+//   q          (B, Sq, Hq, D)         (1, total_q, Hq, D)         dense or varlen
+//   k          (B, Sk, Hkv, D)        (1, total_k, Hkv, D)        (pages, page_size, Hkv, D)
+//   v          (B, Sk, Hkv, Dv)       (1, total_k, Hkv, Dv)       (pages, page_size, Hkv, Dv)
+//   out        (B, Sq, Hq, Dv)        (1, total_q, Hq, Dv)        as q
+//   lse        (B, Hq, Sq, 1) fp32    (1, Hq, total_q, 1) fp32    as q       optional
+//   bias       (B, Hq, Sq, Sk)        (B, Hq, max_seqlen_q, max_seqlen_k)   optional; size 1 broadcasts
+//   mask       like bias, boolean, true = visible                           optional
+//   sink       (1, 1, 1, Hq) fp32: one extra logit per head                 optional
+//   alibi      (B or 1, Hq, 1, 1) fp32 slopes                               optional
+//
+// q, k, v share one dtype; out has it too or fp32. head_dim 1..512, Dv may differ from D.
+// A row that sees no key gives out = 0 and lse = -infinity (lse = sink where there is a sink).
+// Rows of out outside every sequence (slack, unused) are written as zero with lse = -infinity.
+// Masked and out-of-range elements of k and v are never used in arithmetic, whatever they hold.
+struct Problem {
+  Tensor q, k, v, out;
+  Tensor lse;  // natural logarithm; scale, softcap and sink included
+  Tensor bias, mask, sink, alibi;
+
+  std::span<const std::int32_t> cu_seqlens_q;  // B + 1 entries, from 0, not decreasing
+  std::span<const std::int32_t> cu_seqlens_k;
+  std::span<const std::int32_t> seqused_q;  // B entries: only the first n rows of a sequence count
+  std::span<const std::int32_t> seqused_k;
+  std::int64_t max_seqlen_q = 0;  // varlen: bound on the lengths; 0 reads them from cu_seqlens
+  std::int64_t max_seqlen_k = 0;
+
+  std::span<const std::int32_t> block_table;  // B rows of block_table_columns page numbers
+  std::int64_t block_table_columns = 0;
+
+  std::optional<float> softmax_scale;  // default 1 / sqrt(D)
+  bool causal = false;                 // bottom-right aligned
+  std::int64_t window_left = -1;       // inclusive; -1 is unbounded
+  std::int64_t window_right = -1;
+  float softcap = 0.0f;  // score = softcap * tanh(score / softcap); 0 is off
+  Dropout dropout;
+  std::int32_t num_splits = 0;  // parts to split the keys into; 0 lets the plan decide
+  bool deterministic = false;
+};
+
+enum class Device : std::uint8_t { automatic, cpu, cuda, emulated_sm90a, emulated_sm100a };
+
+// How the running reference of a softmax row is kept (docs/kernels/softmax.md). Results agree up to
+// rounding; automatic takes what measures fastest.
+enum class Softmax : std::uint8_t { automatic, online, conditional, sum_guard };
+
+struct Options {
+  Device device = Device::automatic;
+  int threads = 0;  // CPU: 0 takes the OpenMP default
+  Softmax softmax = Softmax::automatic;
+};
+
+// Counts of one run; what the softmax policy and the tile skipping did.
+struct Statistics {
+  std::int64_t tiles_full = 0;        // (row block, key block) pairs that no mask touched
+  std::int64_t tiles_partial = 0;     // ... that were masked element by element
+  std::int64_t rescales = 0;          // rows whose sums were rescaled to a new reference
+  std::int64_t repairs = 0;           // sum guard: rows repaired by a power of two
+  std::int64_t recomputed_tiles = 0;  // sum guard: rows of a tile taken again with a true maximum
+  std::int64_t splits = 1;
+};
+
+// The input is wrong: the caller can mend it.
+class Error : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
+
+// The input is right, but no backend that was asked for does it; the message says what would.
+class Unsupported : public Error {
+ public:
+  using Error::Error;
+};
+
+// A validated problem with its chosen configuration. Immutable, safe to run from several threads
+// with separate workspaces.
+class Plan {
+ public:
+  // Bytes run() needs; their address needs no particular alignment.
+  [[nodiscard]] std::size_t workspace_bytes() const;
+
+  // Computes the problem, which must have the planned shapes, dtypes and options; pointers, strides
+  // and lengths may differ. Allocates nothing. Throws Error before anything is written.
+  void run(const Problem& problem, std::span<std::byte> workspace,
+           Statistics* statistics = nullptr) const;
+
+  // The choice, its reasons, and the reasons against the other candidates; a few lines of text.
+  [[nodiscard]] std::string explain() const;
+
+  // Device the plan runs on: never automatic.
+  [[nodiscard]] Device device() const;
+
+  struct Choice;
+  explicit Plan(std::shared_ptr<const Choice> choice);
+
+ private:
+  std::shared_ptr<const Choice> choice_;
+};
+
+// Validates the problem and chooses how to compute it. The data pointers are not read except the
+// lengths and tables, whose values are checked. Throws Error or Unsupported.
+[[nodiscard]] Plan plan(const Problem& problem, const Options& options = {});
+
+// plan() and run() in one call, with a workspace of its own.
+void attention(const Problem& problem, const Options& options = {},
+               Statistics* statistics = nullptr);
+
+// Attention of one part of the keys: out (B, S, H, Dv) and lse (B, H, S, 1).
+struct Part {
+  Tensor out;
+  Tensor lse;
+};
+
+// Combines attention over disjoint sets of keys into attention over their union (split-KV, ring and
+// cascade attention). A part with lse = -infinity is neutral, whatever its out holds. The sink,
+// (1, 1, 1, H) fp32, which no part may include, is added exactly once. Throws Error.
+void merge(std::span<const Part> parts, const Part& result, const Tensor& sink = {});
+
+// "0.1.0"
+[[nodiscard]] std::string_view version();
+
+}  // namespace fovea
