@@ -31,11 +31,12 @@ if(FOVEA_SANITIZE)
   add_link_options(-fsanitize=${FOVEA_SANITIZE})
 endif()
 
-# fovea_include_tree(<name> [FILES <file>...])
+# fovea_include_tree(<name> [DIRECTORY <folder>] [FILES <file>...])
 #
 # Sets <name>_INCLUDE_DIR to a directory that holds <name>/ and nothing else: a link to this folder,
-# or links to the named files of src/<name> only. It is the whole reason why `#include "core/mask.h"`
-# compiles in a target that links fovea_core and fails in one that does not.
+# or links to the named files of it only (DIRECTORY where the folder is called otherwise). It is the
+# whole reason why `#include "core/mask.h"` compiles in a target that links fovea_core and fails in
+# one that does not.
 function(fovea_include_tree name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "DIRECTORY" "FILES")
   if(NOT arg_DIRECTORY)

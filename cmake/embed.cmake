@@ -24,9 +24,8 @@ endforeach()
 if(count EQUAL 0)
   set(body "std::span<const File> files() { return {}; }\n")
 else()
-  set(body
-      "namespace {\n\n${arrays}\nconst File table[] = {\n${table}};\n\n}  // namespace\n\nstd::span<const File> files() { return table; }\n"
-  )
+  set(body "namespace {\n\n${arrays}\nconst File table[] = {\n${table}};\n\n}  // namespace\n\n")
+  string(APPEND body "std::span<const File> files() { return table; }\n")
 endif()
-file(WRITE ${OUTPUT}
-     "#include \"device/files.h\"\n\nnamespace fovea::device {\n\n${body}\n}  // namespace fovea::device\n")
+file(WRITE ${OUTPUT} "#include \"device/files.h\"\n\nnamespace fovea::device {\n\n${body}\n"
+                     "}  // namespace fovea::device\n")
