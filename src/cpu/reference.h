@@ -8,8 +8,8 @@
 namespace fovea::cpu {
 
 // out and lse in row order: out[((b * rows + i) * heads_q + h) * head_dim_v + d] and
-// lse[(b * heads_q + h) * rows + i], where dense problems have batch x seqlen_q rows and varlen ones
-// one batch of total_q rows (slack rows are zero and -infinity).
+// lse[(b * heads_q + h) * rows + i], where dense problems have batch x seqlen_q rows and varlen
+// ones one batch of total_q rows (slack rows are zero and -infinity).
 struct ReferenceResult {
   std::vector<double> out;
   std::vector<double> lse;
