@@ -10,7 +10,7 @@ namespace fovea::core {
 
 inline constexpr float log2_e = 1.44269504088896340736f;
 inline constexpr float ln_2 = 0.69314718055994530942f;
-inline constexpr float infinity = __builtin_huge_valf();
+inline constexpr float infinity = __builtin_bit_cast(float, 0x7f800000u);
 
 constexpr uint32 bits_of(float value) { return __builtin_bit_cast(uint32, value); }
 constexpr float float_of(uint32 bits) { return __builtin_bit_cast(float, bits); }
