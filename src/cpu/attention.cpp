@@ -1,0 +1,251 @@
+// The CPU engine's host side: sizes, the work list, threads, and what remains after the tiles
+// (merging split keys, rows outside every sequence). The arithmetic is in forward_tile.cpp.
+#include "cpu/attention.h"
+
+#include <omp.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/softmax.h"
+#include "core/tiles.h"
+#include "cpu/forward_tile.h"
+
+namespace fovea::cpu {
+namespace {
+
+using core::int32;
+using core::int64;
+
+constexpr std::size_t alignment_bytes = 64;
+
+std::size_t align_up(std::size_t bytes) {
+  return (bytes + alignment_bytes - 1) / alignment_bytes * alignment_bytes;
+}
+
+std::size_t second_level_cache_bytes() {
+  const long bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+  return bytes > 0 ? static_cast<std::size_t>(bytes) : std::size_t{512} * 1024;
+}
+
+// Packed rows of the longest sequence.
+int64 longest_rows(const core::Problem& p) { return p.seqlen_q * p.group_size(); }
+
+int64 row_block_count(int64 rows, int64 block_q) { return core::ceil_div(rows, block_q); }
+
+// Rows per tile: as many as let the tile's buffers stay in the second-level cache beside K and V,
+// so that packing them is shared by many rows, but few enough to give every thread several tiles.
+int64 choose_block_q(const core::Problem& p, const ForwardConfig& config) {
+  const int64 row_bytes =
+      4 * (padded(p.head_dim) + padded(p.head_dim_v) + config.block_k + max_lanes);
+  const int64 key_bytes = 4 * config.block_k * (padded(p.head_dim) + padded(p.head_dim_v));
+  const int64 budget = static_cast<int64>(second_level_cache_bytes()) * 3 / 4 - key_bytes;
+  int64 block = std::clamp<int64>(budget / row_bytes / 12 * 12, 48, 384);
+  const int64 rows = longest_rows(p);
+  const int64 sequences = std::max<int64>(1, p.batch * p.heads_kv);
+  const int64 tiles_wanted = 8 * config.threads;
+  while (block > 96 && sequences * row_block_count(rows, block) < tiles_wanted) block -= 12;
+  return std::max<int64>(1, std::min(block, rows));
+}
+
+// Parts of the keys: only when there are fewer tiles than threads can share.
+int64 choose_splits(const core::Problem& p, const ForwardConfig& config) {
+  const int64 key_blocks = std::max<int64>(1, core::ceil_div(p.seqlen_k, config.block_k));
+  if (p.num_splits > 0) return std::min<int64>(p.num_splits, key_blocks);
+  const int64 tiles =
+      p.batch * p.heads_kv * std::max<int64>(1, row_block_count(longest_rows(p), config.block_q));
+  const int64 tiles_wanted = 4 * config.threads;
+  if (config.threads == 1 || tiles == 0 || tiles >= tiles_wanted) return 1;
+  const int64 useful = std::max<int64>(1, key_blocks / 4);  // a part below 4 blocks is not worth it
+  return std::min(core::ceil_div(tiles_wanted, tiles), useful);
+}
+
+int64 tile_capacity(const core::Problem& p, const ForwardConfig& config) {
+  const int64 blocks = p.is_varlen_q()
+                           ? core::ceil_div(p.total_q * p.group_size(), config.block_q) + p.batch
+                           : p.batch * row_block_count(longest_rows(p), config.block_q);
+  return blocks * p.heads_kv * config.splits;
+}
+
+int64 total_rows(const core::Problem& p) {
+  return (p.is_varlen_q() ? p.total_q : p.batch * p.seqlen_q) * p.heads_q;
+}
+
+std::size_t partial_bytes(const core::Problem& p, const ForwardConfig& config) {
+  if (config.splits == 1) return 0;
+  const auto parts = static_cast<std::size_t>(total_rows(p) * config.splits);
+  return align_up(parts * static_cast<std::size_t>(padded(p.head_dim_v)) * sizeof(float)) +
+         align_up(parts * sizeof(float));
+}
+
+// Fills tiles with every row block of every sequence, longest first; returns how many.
+int64 list_tiles(const core::Problem& p, const ForwardConfig& config, core::Tile* tiles) {
+  int64 count = 0;
+  for (int64 b = 0; b < p.batch; ++b) {
+    const core::Sequence s = core::sequence_at(p, b);
+    const int64 rows = s.length_q * p.group_size();
+    const int64 blocks = row_block_count(rows, config.block_q);
+    for (int64 block = 0; block < blocks; ++block) {
+      const core::RowBlock range = core::row_block(rows, blocks, block);
+      const int64 work =
+          core::tile_work(p.window, s.length_q, s.length_k, range.begin / p.group_size(),
+                          (range.end - 1) / p.group_size() + 1);
+      core::Tile tile;
+      tile.batch = static_cast<int32>(b);
+      tile.row_begin = range.begin;
+      tile.row_end = range.end;
+      tile.cost = static_cast<int32>(std::min<int64>(work / 64, 0x7fffffff));
+      for (int32 head = 0; head < p.heads_kv; ++head) {
+        for (int32 split = 0; split < config.splits; ++split) {
+          tile.head_kv = head;
+          tile.split = split;
+          tiles[count++] = tile;
+        }
+      }
+    }
+  }
+  // Ties keep the order of memory: neighbouring row blocks share K and V.
+  std::sort(tiles, tiles + count, [](const core::Tile& a, const core::Tile& b) {
+    if (a.cost != b.cost) return a.cost > b.cost;
+    if (a.batch != b.batch) return a.batch < b.batch;
+    if (a.head_kv != b.head_kv) return a.head_kv < b.head_kv;
+    if (a.row_begin != b.row_begin) return a.row_begin < b.row_begin;
+    return a.split < b.split;
+  });
+  return count;
+}
+
+void store_result(const core::Problem& p, const core::Sequence& s, int64 query, int32 head,
+                  const float* row, float factor, float lse) {
+  const int64 offset = p.out.offset(s.batch_q, s.row_q + query, head);
+  for (int32 i = 0; i < p.head_dim_v; ++i) {
+    core::store_element(p.out.data, p.out.dtype, offset + i * p.out.stride[3],
+                        row == nullptr ? 0.0f : core::weighted(factor, row[i]));
+  }
+  if (p.lse) {
+    static_cast<float*>(p.lse.data)[p.lse.offset(s.batch_q, head, s.row_q + query)] = lse;
+  }
+}
+
+// Merges the parts of one row into its first part and stores it; the sink is added here, once.
+void combine_row(const core::Problem& p, const ForwardConfig& config, const Partials& partials,
+                 const core::Sequence& s, int64 query, int32 head) {
+  const int64 first = partial_row(p, s, query, head) * config.splits;
+  float* out = partials.out + first * partials.out_columns;
+  float lse = partials.lse[first];
+  for (int64 part = 1; part < config.splits; ++part) {
+    const core::Merge merge = core::merge_parts(lse, partials.lse[first + part]);
+    const float* other = partials.out + (first + part) * partials.out_columns;
+    for (int64 i = 0; i < partials.out_columns; ++i) {
+      out[i] = core::weighted(merge.weight_a, out[i]) + core::weighted(merge.weight_b, other[i]);
+    }
+    lse = merge.lse;
+  }
+  float factor = lse == -core::infinity ? 0.0f : 1.0f;
+  if (p.sink) {
+    const float sink = static_cast<const float*>(p.sink.data)[head * p.sink.stride[0]];
+    const core::Merge merge = core::merge_parts(lse, sink);
+    factor *= merge.weight_a;
+    lse = merge.lse;
+  }
+  store_result(p, s, query, head, out, factor, lse);
+}
+
+// Rows of out that belong to no sequence, or lie beyond its used length: zero, lse = -infinity.
+void clear_rows(const core::Problem& p, const core::Sequence& s, int64 begin, int64 end) {
+  for (int64 query = begin; query < end; ++query) {
+    for (int32 head = 0; head < p.heads_q; ++head) {
+      store_result(p, s, query, head, nullptr, 0.0f, -core::infinity);
+    }
+  }
+}
+
+void clear_slack(const core::Problem& p) {
+  if (p.seqused_q != nullptr) {
+    for (int64 b = 0; b < p.batch; ++b) {
+      const core::Sequence s = core::sequence_at(p, b);
+      clear_rows(p, s, s.length_q, s.capacity_q);
+    }
+  }
+  if (p.is_varlen_q()) {
+    const core::Sequence whole;
+    clear_rows(p, whole, p.cu_seqlens_q[p.batch], p.total_q);
+  }
+}
+
+void add(ForwardStatistics& to, const ForwardStatistics& from) {
+  to.tiles_full += from.tiles_full;
+  to.tiles_partial += from.tiles_partial;
+  to.rescales += from.rescales;
+  to.repairs += from.repairs;
+  to.recomputed_tiles += from.recomputed_tiles;
+}
+
+}  // namespace
+
+ForwardConfig configure_forward(const core::Problem& problem, int threads,
+                                core::SoftmaxPolicy softmax) {
+  ForwardConfig config;
+  config.threads = threads > 0 ? threads : omp_get_max_threads();
+  config.softmax = softmax;
+  config.bf16_products = problem.q.dtype == core::DType::bf16 && has_bf16_products();
+  config.block_k = 128;
+  config.block_q = choose_block_q(problem, config);
+  config.splits = choose_splits(problem, config);
+  config.tile_capacity = tile_capacity(problem, config);
+  TileScratch scratch;
+  config.thread_workspace_bytes = layout_scratch(problem, config, nullptr, scratch);
+  config.workspace_bytes =
+      alignment_bytes +
+      align_up(static_cast<std::size_t>(config.tile_capacity) * sizeof(core::Tile)) +
+      partial_bytes(problem, config) +
+      config.thread_workspace_bytes * static_cast<std::size_t>(config.threads);
+  return config;
+}
+
+void forward(const core::Problem& problem, const ForwardConfig& config, std::byte* workspace,
+             ForwardStatistics& statistics) {
+  auto address = reinterpret_cast<std::uintptr_t>(workspace);
+  std::byte* at = workspace + (align_up(address) - address);
+  auto* tiles = reinterpret_cast<core::Tile*>(at);
+  at += align_up(static_cast<std::size_t>(config.tile_capacity) * sizeof(core::Tile));
+  Partials partials;
+  partials.out_columns = padded(problem.head_dim_v);
+  if (config.splits > 1) {
+    const int64 parts = total_rows(problem) * config.splits;
+    partials.out = reinterpret_cast<float*>(at);
+    partials.lse = partials.out + parts * partials.out_columns;
+    at += partial_bytes(problem, config);
+  }
+  const int64 count = list_tiles(problem, config, tiles);
+  statistics = {};
+  statistics.splits = config.splits;
+#pragma omp parallel num_threads(config.threads)
+  {
+    TileScratch scratch;
+    std::byte* base =
+        at + config.thread_workspace_bytes * static_cast<std::size_t>(omp_get_thread_num());
+    layout_scratch(problem, config, base, scratch);
+    ForwardStatistics own;
+#pragma omp for schedule(dynamic, 1)
+    for (int64 i = 0; i < count; ++i) {
+      forward_tile(problem, config, tiles[i], scratch, partials, own);
+    }
+    if (config.splits > 1) {
+      for (int64 b = 0; b < problem.batch; ++b) {
+        const core::Sequence s = core::sequence_at(problem, b);
+#pragma omp for schedule(static)
+        for (int64 row = 0; row < s.length_q * problem.heads_q; ++row) {
+          combine_row(problem, config, partials, s, row / problem.heads_q,
+                      static_cast<int32>(row % problem.heads_q));
+        }
+      }
+    }
+#pragma omp critical
+    add(statistics, own);
+  }
+  clear_slack(problem);
+}
+
+}  // namespace fovea::cpu

@@ -1,0 +1,403 @@
+// The tile itself (see forward_tile.cpp). Included once per instruction set.
+
+HWY_BEFORE_NAMESPACE();
+namespace fovea::cpu::HWY_NAMESPACE {
+
+// What packed and streamed tiles share: the rows, their softmax, and the way out.
+template <int exp2_degree>
+class TileRows {
+ public:
+  TileRows(const core::Problem& problem, const ForwardConfig& config, const core::Tile& tile,
+           const TileScratch& scratch, ForwardStatistics& statistics)
+      : p_(problem),
+        config_(config),
+        tile_(tile),
+        scratch_(scratch),
+        statistics_(statistics),
+        sequence_(core::sequence_at(problem, tile.batch)),
+        group_(problem.group_size()),
+        rows_(tile.row_end - tile.row_begin),
+        modifies_(modifies_scores(problem)),
+        scale_log2_(modifies_ ? 1.0f : problem.softmax_scale * core::log2_e) {}
+
+  // Keys of this tile's split that any of its rows sees.
+  core::KeyRange keys() const {
+    const core::KeyRange all = union_range(0, rows_);
+    return core::split_range(all, config_.splits, tile_.split, config_.block_k);
+  }
+
+ protected:
+  core::PackedRow packed(int64 row) const {
+    return core::packed_row(tile_.row_begin + row, group_, tile_.head_kv);
+  }
+  int64 query(int64 row) const { return (tile_.row_begin + row) / group_; }
+
+  core::KeyRange union_range(int64 row_begin, int64 row_end) const {
+    return core::union_range(p_.window, sequence_.length_q, sequence_.length_k, query(row_begin),
+                             query(row_end - 1) + 1);
+  }
+
+  KeyRows key_rows(const core::View& view) const {
+    return {p_, view, sequence_, tile_.batch, tile_.head_kv};
+  }
+
+  RowMemory memory(int64 row) const {
+    return {scratch_.scores + row * scratch_.score_stride, scratch_.sums + row * max_lanes,
+            scratch_.reference + row, scratch_.out + row * scratch_.out_stride,
+            padded_columns(p_.head_dim_v)};
+  }
+
+  void start_rows() const {
+    const auto bytes = [](int64 count) { return static_cast<std::size_t>(count) * sizeof(float); };
+    std::memset(scratch_.sums, 0, bytes(rows_ * max_lanes));
+    std::memset(scratch_.out, 0, bytes(rows_ * scratch_.out_stride));
+    for (int64 r = 0; r < rows_; ++r) scratch_.reference[r] = -core::infinity;
+  }
+
+  // Turns the scores [begin, end) of a row, relative to first_key and on vector bounds, into
+  // weights. recompute(row) puts the raw products back when the guard spent them.
+  template <class Recompute>
+  void softmax_row(int64 row, int64 first_key, int64 begin, int64 end,
+                   const Recompute& recompute) const {
+    const RowMemory m = memory(row);
+    prepare_scores(row, first_key, begin, end, m.scores);
+    const bool guard = config_.softmax == core::SoftmaxPolicy::sum_guard;
+    bool done = false;
+    if (guard && *m.reference > -core::infinity) {
+      done = softmax_step_with_guard<exp2_degree>(m, begin, end, scale_log2_, statistics_) ==
+             GuardOutcome::done;
+      if (!done) {
+        ++statistics_.recomputed_tiles;
+        recompute(row);
+        prepare_scores(row, first_key, begin, end, m.scores);
+      }
+    }
+    if (!done) {
+      const float threshold =
+          config_.softmax == core::SoftmaxPolicy::conditional ? core::rescale_threshold_log2 : 0.0f;
+      softmax_step_with_maximum<exp2_degree>(m, begin, end, scale_log2_, threshold, statistics_);
+    }
+    if (p_.dropout.probability > 0.0f)
+      drop_weights(score_row(row), first_key, begin, end, m.scores);
+  }
+
+  // Divides by the sums, folds the sink in, and stores the rows.
+  void finish(const Partials& partials) const {
+    const FloatTag d;
+    const float keep = 1.0f / (1.0f - p_.dropout.probability);
+    for (int64 r = 0; r < rows_; ++r) {
+      const RowMemory m = memory(r);
+      const core::PackedRow at = packed(r);
+      const float sum = hn::GetLane(hn::SumOfLanes(d, hn::Load(d, m.sums)));
+      float lse = core::row_lse({*m.reference, sum});
+      float factor = lse == -core::infinity ? 0.0f : keep / sum;
+      if (partials.out != nullptr) {
+        const int64 index =
+            partial_row(p_, sequence_, at.query, at.head) * config_.splits + tile_.split;
+        scale_row(m.out, 0, m.out_columns, factor);
+        std::memcpy(partials.out + index * partials.out_columns, m.out,
+                    static_cast<std::size_t>(m.out_columns) * sizeof(float));
+        partials.lse[index] = lse;
+        continue;
+      }
+      if (p_.sink) {
+        const core::Merge merged = core::merge_parts(lse, sink(at.head));
+        factor *= merged.weight_a;
+        lse = merged.lse;
+      }
+      if (factor != 0.0f) {
+        scale_row(m.out, 0, m.out_columns, factor);
+      } else {
+        fill_row(m.out, 0, m.out_columns, 0.0f);
+      }
+      store_row(m.out, p_.out.offset(sequence_.batch_q, sequence_.row_q + at.query, at.head));
+      if (p_.lse) {
+        static_cast<float*>(
+            p_.lse.data)[p_.lse.offset(sequence_.batch_q, at.head, sequence_.row_q + at.query)] =
+            lse;
+      }
+    }
+  }
+
+  float sink(int32_t head) const {
+    return static_cast<const float*>(p_.sink.data)[head * p_.sink.stride[0]];
+  }
+
+  // O += P V for weights [begin, end), skipping keys of weight zero: for blocks where V holds
+  // infinities or NaN and some rows must not meet them.
+  template <class LoadValues>
+  void add_values_selectively(int64 row, int64 begin, int64 end, const LoadValues& load) const {
+    const FloatTag d;
+    const RowMemory m = memory(row);
+    for (int64 key = begin; key < end; ++key) {
+      const float weight = m.scores[key];
+      if (weight == 0.0f) continue;
+      const float* values = load(key);
+      for (int64 i = 0; i < m.out_columns; i += lanes) {
+        const FloatVec sum =
+            hn::MulAdd(hn::Set(d, weight), hn::Load(d, values + i), hn::Load(d, m.out + i));
+        hn::Store(sum, d, m.out + i);
+      }
+    }
+  }
+
+  // True if any of rows [begin, begin + count) of V holds an infinity or NaN.
+  bool has_nonfinite_values(int64 begin, int64 count, float* staging) const {
+    const FloatTag d;
+    const KeyRows rows = key_rows(p_.v);
+    const int64 columns = padded_columns(p_.head_dim_v);
+    fill_row(staging, p_.head_dim_v, columns, 0.0f);
+    FloatVec nonfinite = hn::Zero(d);
+    for (int64 key = 0; key < count; ++key) {
+      load_row(p_.v, rows.offset(begin + key), p_.v.stride[3], p_.head_dim_v, staging);
+      for (int64 i = 0; i < columns; i += lanes) {
+        const FloatVec x = hn::Load(d, staging + i);
+        nonfinite = hn::Add(nonfinite, hn::Sub(x, x));
+      }
+    }
+    return !hn::AllTrue(d, hn::Eq(nonfinite, hn::Zero(d)));
+  }
+
+  ScoreRow score_row(int64 row) const {
+    const core::PackedRow at = packed(row);
+    return {p_, tile_.batch, at.head, at.query, sequence_.length_q, sequence_.length_k};
+  }
+
+  const core::Problem& p_;
+  const ForwardConfig& config_;
+  const core::Tile& tile_;
+  const TileScratch& scratch_;
+  ForwardStatistics& statistics_;
+  const core::Sequence sequence_;
+  const core::int32 group_;
+  const int64 rows_;
+  const bool modifies_;
+  const float scale_log2_;
+
+ private:
+  // Modifies the visible scores and hides the others.
+  void prepare_scores(int64 row, int64 first_key, int64 begin, int64 end, float* scores) const {
+    const core::KeyRange seen =
+        core::key_range(p_.window, sequence_.length_q, sequence_.length_k, query(row));
+    const int64 visible_begin = core::min64(end, core::max64(begin, seen.begin - first_key));
+    const int64 visible_end = core::max64(visible_begin, core::min64(end, seen.end - first_key));
+    if (modifies_) modify_scores(score_row(row), first_key, visible_begin, visible_end, scores);
+    fill_row(scores, begin, visible_begin, -core::infinity);
+    fill_row(scores, visible_end, end, -core::infinity);
+  }
+
+  void store_row(const float* row, int64 offset) const {
+    const int64 stride = p_.out.stride[3];
+    if (p_.out.dtype == core::DType::f32 && stride == 1) {
+      std::memcpy(static_cast<float*>(p_.out.data) + offset, row,
+                  static_cast<std::size_t>(p_.head_dim_v) * sizeof(float));
+      return;
+    }
+    for (int64 i = 0; i < p_.head_dim_v; ++i) {
+      core::store_element(p_.out.data, p_.out.dtype, offset + i * stride, row[i]);
+    }
+  }
+};
+
+// A tile whose K and V are packed: many rows.
+template <class Products, int exp2_degree>
+class PackedTile : TileRows<exp2_degree> {
+ public:
+  using TileRows<exp2_degree>::TileRows;
+  using Element = typename Products::Element;
+
+  void run(const Partials& partials) {
+    this->start_rows();
+    load_queries();
+    const core::KeyRange all = this->keys();
+    const int64 block = this->config_.block_k;
+    for (int64 first = all.begin / block * block; first < all.end; first += block) {
+      const int64 begin = core::max64(first, all.begin);
+      run_block(begin, core::min64(first + block, all.end) - begin);
+    }
+    this->finish(partials);
+  }
+
+ private:
+  // A block of kernel_rows rows and the tile keys that any of them sees, on vector bounds.
+  int64 row_blocks() const { return core::ceil_div(this->rows_, kernel_rows); }
+  core::RowBlock row_block(int64 index) const {
+    return core::row_block(this->rows_, row_blocks(), index);
+  }
+
+  void load_queries() const {
+    const core::Problem& p = this->p_;
+    for (int64 r = 0; r < this->rows_; ++r) {
+      const core::PackedRow at = this->packed(r);
+      Products::pack_query(
+          p.q, p.q.offset(this->sequence_.batch_q, this->sequence_.row_q + at.query, at.head),
+          p.head_dim,
+          reinterpret_cast<Element*>(this->scratch_.queries + r * this->scratch_.query_stride));
+    }
+  }
+
+  // Keys [first_key, first_key + count), count <= block_k.
+  void run_block(int64 first_key, int64 count) {
+    const core::Problem& p = this->p_;
+    const TileScratch& s = this->scratch_;
+    auto* keys = reinterpret_cast<Element*>(s.keys);
+    auto* values = reinterpret_cast<Element*>(s.values);
+    Products::pack_keys(this->key_rows(p.k), first_key, count, p.head_dim, s.staging, keys);
+    Products::pack_values(this->key_rows(p.v), first_key, count, p.head_dim_v, s.staging, values);
+    const bool partial = find_visible(first_key, count);
+    multiply_queries(count, keys);
+    for (int64 b = 0; b < row_blocks(); ++b) {
+      const core::RowBlock rows = row_block(b);
+      const core::KeyRange seen = s.visible[b];
+      if (seen.empty()) continue;
+      for (int64 r = rows.begin; r < rows.end; ++r) {
+        this->softmax_row(r, first_key, seen.begin, seen.end,
+                          [&](int64 row) { multiply_row(row, seen, keys); });
+      }
+    }
+    if (partial && this->has_nonfinite_values(first_key, count, s.staging)) {
+      add_values_row_by_row(first_key);
+    } else {
+      for (int64 b = 0; b < row_blocks(); ++b) convert_weights(b);
+      multiply_values(count, values);
+    }
+  }
+
+  // Fills scratch.visible with each row block's keys; true if any row sees less than all.
+  bool find_visible(int64 first_key, int64 count) {
+    bool partial = this->modifies_ && (this->p_.mask || this->p_.bias);
+    for (int64 b = 0; b < row_blocks(); ++b) {
+      const core::RowBlock rows = row_block(b);
+      const core::KeyRange any = this->union_range(rows.begin, rows.end);
+      const int64 begin = core::max64(0, any.begin - first_key);
+      const int64 end = core::min64(count, any.end - first_key);
+      core::KeyRange seen{0, 0};
+      if (begin < end) {
+        seen = {begin / lanes * lanes, core::ceil_div(end, lanes) * lanes};
+        const core::KeyRange all =
+            core::common_range(this->p_.window, this->sequence_.length_q, this->sequence_.length_k,
+                               this->query(rows.begin), this->query(rows.end - 1) + 1);
+        const bool full = all.begin <= first_key && all.end >= first_key + count;
+        partial = partial || !full;
+        ++(full ? this->statistics_.tiles_full : this->statistics_.tiles_partial);
+      }
+      this->scratch_.visible[b] = seen;
+    }
+    return partial;
+  }
+
+  int64 depth_of_queries() const {
+    return core::ceil_div(this->p_.head_dim, Products::depth_multiple) * Products::depth_multiple;
+  }
+
+  static constexpr int64 elements_per_float = sizeof(float) / sizeof(Element);
+
+  ProductArguments query_arguments(int64 row, const Element* panel, float* scores) const {
+    const TileScratch& s = this->scratch_;
+    return {.a = s.queries + row * s.query_stride,
+            .a_stride = s.query_stride * elements_per_float,
+            .panel = panel,
+            .depth = depth_of_queries(),
+            .c = scores,
+            .c_stride = s.score_stride,
+            .accumulate = false};
+  }
+
+  void multiply_queries(int64 count, const Element* keys) const {
+    const TileScratch& s = this->scratch_;
+    const int64 depth = depth_of_queries();
+    for (int64 key = 0; key < count; key += panel_width) {
+      for (int64 b = 0; b < row_blocks(); ++b) {
+        const core::KeyRange seen = s.visible[b];
+        if (seen.begin >= key + panel_width || seen.end <= key) continue;
+        const core::RowBlock rows = row_block(b);
+        Products::multiply(rows.end - rows.begin, panel_vectors,
+                           query_arguments(rows.begin, keys + key * depth,
+                                           s.scores + rows.begin * s.score_stride + key));
+      }
+    }
+  }
+
+  // One row's products again, for the guard.
+  void multiply_row(int64 row, core::KeyRange seen, const Element* keys) const {
+    const TileScratch& s = this->scratch_;
+    const int64 depth = depth_of_queries();
+    for (int64 key = seen.begin / panel_width * panel_width; key < seen.end; key += panel_width) {
+      Products::multiply(
+          1, panel_vectors,
+          query_arguments(row, keys + key * depth, s.scores + row * s.score_stride + key));
+    }
+  }
+
+  void convert_weights(int64 b) const {
+    const TileScratch& s = this->scratch_;
+    const core::RowBlock rows = row_block(b);
+    const core::KeyRange seen = s.visible[b];
+    for (int64 r = rows.begin; r < rows.end; ++r) {
+      Products::convert_weights(s.scores + r * s.score_stride, seen.begin, seen.end);
+    }
+  }
+
+  void multiply_values(int64 count, const Element* values) const {
+    const TileScratch& s = this->scratch_;
+    constexpr int64 multiple = Products::depth_multiple;
+    const int64 depth = core::ceil_div(count, multiple) * multiple;
+    const int64 columns = padded_columns(this->p_.head_dim_v);
+    for (int64 column = 0; column < columns; column += panel_width) {
+      const int64 width = core::min64(panel_width, columns - column);
+      for (int64 b = 0; b < row_blocks(); ++b) {
+        const core::KeyRange seen = s.visible[b];
+        if (seen.empty()) continue;
+        const core::RowBlock rows = row_block(b);
+        const auto* weights =
+            reinterpret_cast<const Element*>(s.scores + rows.begin * s.score_stride);
+        Products::multiply(rows.end - rows.begin, width / lanes,
+                           {.a = weights + seen.begin,
+                            .a_stride = s.score_stride * elements_per_float,
+                            .panel = values + column * depth + seen.begin * width,
+                            .depth = core::min64(depth, seen.end) - seen.begin,
+                            .c = s.out + rows.begin * s.out_stride + column,
+                            .c_stride = s.out_stride,
+                            .accumulate = true});
+      }
+    }
+  }
+
+  void add_values_row_by_row(int64 first_key) const {
+    const TileScratch& s = this->scratch_;
+    const KeyRows rows_of_v = this->key_rows(this->p_.v);
+    fill_row(s.staging, this->p_.head_dim_v, padded_columns(this->p_.head_dim_v), 0.0f);
+    const auto load = [&](int64 key) {
+      load_row(this->p_.v, rows_of_v.offset(first_key + key), this->p_.v.stride[3],
+               this->p_.head_dim_v, s.staging);
+      return s.staging;
+    };
+    for (int64 b = 0; b < row_blocks(); ++b) {
+      const core::RowBlock rows = row_block(b);
+      for (int64 r = rows.begin; r < rows.end; ++r) {
+        this->add_values_selectively(r, s.visible[b].begin, s.visible[b].end, load);
+      }
+    }
+  }
+};
+
+inline void run_tile(const core::Problem& problem, const ForwardConfig& config,
+                     const core::Tile& tile, const TileScratch& scratch, const Partials& partials,
+                     ForwardStatistics& statistics) {
+#if HWY_TARGET == HWY_AVX3
+  if (config.bf16_products) {
+    PackedTile<Bf16Products, 4>(problem, config, tile, scratch, statistics).run(partials);
+    return;
+  }
+#endif
+  if (problem.q.dtype == core::DType::f32) {
+    PackedTile<Float32Products, 6>(problem, config, tile, scratch, statistics).run(partials);
+  } else {
+    PackedTile<Float32Products, 4>(problem, config, tile, scratch, statistics).run(partials);
+  }
+}
+
+inline const char* target_name() { return hwy::TargetName(HWY_TARGET); }
+
+}  // namespace fovea::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
