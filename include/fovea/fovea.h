@@ -1,8 +1,19 @@
 /* fovea: exact attention, C interface. The semantics are those of fovea.hpp.
  *
- * Every function returns a status; on failure fovea_last_error() holds one sentence that names the
- * argument, its value and what would be right, valid until the calling thread's next call into the
- * library. Structures carry their size, set by their _init function, so that fields can be added. */
+ * Functions that can fail return a status; on failure fovea_last_error() holds one sentence that
+ * names the argument, its value and what would be right, valid until the calling thread's next call
+ * into the library.
+ *
+ * fovea_problem, fovea_options and fovea_statistics may grow: they begin with the size that they
+ * have in the caller's header, set by their _init function. What a shorter one lacks has its
+ * default; a longer one is accepted as long as the part this library does not know is zero.
+ *
+ *   fovea_problem p;
+ *   fovea_problem_init(&p, sizeof p);
+ *   p.q = fovea_tensor_bshd(q, FOVEA_F32, batch, seqlen_q, heads_q, head_dim);
+ *   ...
+ *   if (fovea_attention(&p, NULL, NULL) != FOVEA_OK) puts(fovea_last_error());
+ */
 #ifndef FOVEA_FOVEA_H
 #define FOVEA_FOVEA_H
 
@@ -61,6 +72,9 @@ fovea_tensor fovea_tensor_bshd(const void* data, fovea_dtype dtype, int64_t batc
 /* The same logical tensor stored as (batch, heads, seqlen, head_dim). */
 fovea_tensor fovea_tensor_bhsd(const void* data, fovea_dtype dtype, int64_t batch, int64_t seqlen,
                                int64_t heads, int64_t head_dim);
+/* Sequences packed row after row, (total, heads, head_dim): for cu_seqlens. */
+fovea_tensor fovea_tensor_packed(const void* data, fovea_dtype dtype, int64_t total, int64_t heads,
+                                 int64_t head_dim);
 /* Row-major strides for any shape. */
 fovea_tensor fovea_tensor_contiguous(const void* data, fovea_dtype dtype, const int64_t shape[4]);
 
@@ -72,7 +86,7 @@ typedef struct fovea_lengths {
 
 /* Fields as in fovea::Problem. */
 typedef struct fovea_problem {
-  size_t size; /* sizeof(fovea_problem), set by fovea_problem_init */
+  size_t size; /* set by fovea_problem_init */
 
   fovea_tensor q, k, v, out;
   fovea_tensor lse;
@@ -97,34 +111,37 @@ typedef struct fovea_problem {
 } fovea_problem;
 
 typedef struct fovea_options {
-  size_t size; /* sizeof(fovea_options), set by fovea_options_init */
+  size_t size; /* set by fovea_options_init */
   fovea_device device;
-  int32_t threads;
+  int32_t threads; /* CPU: at most 1024; 0 takes the OpenMP default */
   fovea_softmax softmax;
 } fovea_options;
 
 typedef struct fovea_statistics {
-  size_t size; /* sizeof(fovea_statistics), set by the caller */
+  size_t size; /* set by fovea_statistics_init */
   int64_t tiles_full, tiles_partial, rescales, repairs, recomputed_tiles, splits;
 } fovea_statistics;
 
-void fovea_problem_init(fovea_problem* problem);
-void fovea_options_init(fovea_options* options);
+/* Set every field to its default, and size to the given one: pass sizeof *problem and so on. */
+fovea_status fovea_problem_init(fovea_problem* problem, size_t size);
+fovea_status fovea_options_init(fovea_options* options, size_t size);
+fovea_status fovea_statistics_init(fovea_statistics* statistics, size_t size);
 
 typedef struct fovea_plan fovea_plan;
 
-/* options may be null. On success *plan is owned by the caller: fovea_plan_destroy. */
+/* options may be null. *plan is owned by the caller (fovea_plan_destroy), or null on failure. */
 fovea_status fovea_plan_create(const fovea_problem* problem, const fovea_options* options,
                                fovea_plan** plan);
-void fovea_plan_destroy(fovea_plan* plan);
+void fovea_plan_destroy(fovea_plan* plan); /* null is ignored */
 fovea_status fovea_plan_workspace_bytes(const fovea_plan* plan, size_t* bytes);
 
-/* statistics may be null. */
+/* statistics may be null. A plan may run in several threads at once, each with its own workspace.
+ */
 fovea_status fovea_plan_run(const fovea_plan* plan, const fovea_problem* problem, void* workspace,
                             size_t workspace_bytes, fovea_statistics* statistics);
 
 /* Writes the explanation, cut to capacity and terminated; *length is its whole length without the
- * terminator. buffer may be null when capacity is 0. */
+ * terminator. buffer may be null when capacity is 0, length always. */
 fovea_status fovea_plan_explain(const fovea_plan* plan, char* buffer, size_t capacity,
                                 size_t* length);
 
@@ -137,11 +154,11 @@ typedef struct fovea_part {
   fovea_tensor lse;
 } fovea_part;
 
-/* Combines count parts into result; sink may be null. */
+/* Combines count parts into result, whose lse may be absent; sink may be null. */
 fovea_status fovea_merge(const fovea_part* parts, int64_t count, const fovea_part* result,
                          const fovea_tensor* sink);
 
-const char* fovea_last_error(void);
+const char* fovea_last_error(void); /* empty if the last call succeeded */
 const char* fovea_version(void);
 
 #ifdef __cplusplus

@@ -36,8 +36,9 @@ enum class DType : std::uint8_t { f32, bf16, f16, e4m3, e5m2, boolean };
 [[nodiscard]] std::size_t size_bytes(DType dtype);
 
 // A strided view of memory the caller owns. Dimension order is fixed per argument (see Problem);
-// any layout is expressed by its strides, counted in elements. Strides may be zero (broadcast) and
-// the base may have any alignment of the element type. Default-constructed: absent.
+// any layout is expressed by its strides, counted in elements. Strides may be zero (broadcast; in
+// inputs only) or negative, that of the last dimension too, and the base needs no alignment beyond
+// the element's own. Default-constructed: absent.
 struct Tensor {
   void* data = nullptr;
   DType dtype = DType::f32;
@@ -61,10 +62,11 @@ struct Tensor {
 struct Dropout {
   float probability = 0.0f;  // of dropping a weight, in [0, 1)
   std::uint64_t seed = 0;
-  std::uint64_t offset = 0;  // advance between calls; the mask is a function of seed, offset, position
+  std::uint64_t offset = 0;  // advance between calls; seed, offset and position make the mask
 };
 
-// One attention call. Shapes, with B sequences, Hq query and Hkv key/value heads (Hq % Hkv == 0):
+// One attention call. Shapes, with B sequences, Hq query and Hkv key/value heads (Hq % Hkv == 0);
+// q and k are dense, varlen or paged independently of each other, v always as k:
 //
 //              dense                  varlen (cu_seqlens given)   paged (block_table given)
 //   q          (B, Sq, Hq, D)         (1, total_q, Hq, D)         dense or varlen
@@ -72,13 +74,15 @@ struct Dropout {
 //   v          (B, Sk, Hkv, Dv)       (1, total_k, Hkv, Dv)       (pages, page_size, Hkv, Dv)
 //   out        (B, Sq, Hq, Dv)        (1, total_q, Hq, Dv)        as q
 //   lse        (B, Hq, Sq, 1) fp32    (1, Hq, total_q, 1) fp32    as q       optional
-//   bias       (B, Hq, Sq, Sk)        (B, Hq, max_seqlen_q, max_seqlen_k)   optional; size 1 broadcasts
+//   bias       (B, Hq, Sq, Sk)        (B, Hq, max_seqlen_q, max_seqlen_k)   optional; 1 broadcasts
 //   mask       like bias, boolean, true = visible                           optional
 //   sink       (1, 1, 1, Hq) fp32: one extra logit per head                 optional
 //   alibi      (B or 1, Hq, 1, 1) fp32 slopes                               optional
 //
-// q, k, v share one dtype; out has it too or fp32. head_dim 1..512, Dv may differ from D.
-// A row that sees no key gives out = 0 and lse = -infinity (lse = sink where there is a sink).
+// q, k, v share one dtype; out has it too or fp32 (with fp8 inputs: bf16, f16 or fp32); bias is
+// fp32 or has the dtype of q. D is 1..576, Dv is 1..512 and may differ from D. No extent exceeds
+// 2^31 - 1. out and lse share no memory with each other or an input, and no two of their elements
+// do. A row that sees no key gives out = 0 and lse = -infinity (lse = sink where there is a sink).
 // Rows of out outside every sequence (slack, unused) are written as zero with lse = -infinity.
 // Masked and out-of-range elements of k and v are never used in arithmetic, whatever they hold.
 struct Problem {
@@ -90,10 +94,14 @@ struct Problem {
   std::span<const std::int32_t> cu_seqlens_k;
   std::span<const std::int32_t> seqused_q;  // B entries: only the first n rows of a sequence count
   std::span<const std::int32_t> seqused_k;
-  std::int64_t max_seqlen_q = 0;  // varlen: bound on the lengths; 0 reads them from cu_seqlens
+  // Varlen and paged: bounds on the lengths, which plans for changing lengths need. 0: the longest
+  // sequence of cu_seqlens, or what a row of the block table can hold.
+  std::int64_t max_seqlen_q = 0;
   std::int64_t max_seqlen_k = 0;
 
-  std::span<const std::int32_t> block_table;  // B rows of block_table_columns page numbers
+  // B rows of block_table_columns page numbers; needs seqused_k. Entries beyond the pages that
+  // seqused_k uses are never looked at.
+  std::span<const std::int32_t> block_table;
   std::int64_t block_table_columns = 0;
 
   std::optional<float> softmax_scale;  // default 1 / sqrt(D)
@@ -108,13 +116,18 @@ struct Problem {
 
 enum class Device : std::uint8_t { automatic, cpu, cuda, emulated_sm90a, emulated_sm100a };
 
+// "auto", "cpu", "cuda", "emulated:sm_90a", "emulated:sm_100a"
+[[nodiscard]] std::string_view name(Device device);
+
 // How the running reference of a softmax row is kept (docs/kernels/softmax.md). Results agree up to
 // rounding; automatic takes what measures fastest.
 enum class Softmax : std::uint8_t { automatic, online, conditional, sum_guard };
 
+[[nodiscard]] std::string_view name(Softmax softmax);
+
 struct Options {
   Device device = Device::automatic;
-  int threads = 0;  // CPU: 0 takes the OpenMP default
+  int threads = 0;  // CPU: at most 1024; 0 takes the OpenMP default
   Softmax softmax = Softmax::automatic;
 };
 
@@ -140,6 +153,12 @@ class Unsupported : public Error {
   using Error::Error;
 };
 
+// The device failed: a driver call or a launch.
+class DeviceError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 // A validated problem with its chosen configuration. Immutable, safe to run from several threads
 // with separate workspaces.
 class Plan {
@@ -147,8 +166,10 @@ class Plan {
   // Bytes run() needs; their address needs no particular alignment.
   [[nodiscard]] std::size_t workspace_bytes() const;
 
-  // Computes the problem, which must have the planned shapes, dtypes and options; pointers, strides
-  // and lengths may differ. Allocates nothing. Throws Error before anything is written.
+  // Computes the problem, which must have the planned shapes, dtypes and options; pointers,
+  // strides, the dropout seed and offset, and lengths (within the planned bounds) may differ. The
+  // workspace shares no memory with any tensor. Allocates nothing. Throws Error before anything is
+  // written.
   void run(const Problem& problem, std::span<std::byte> workspace,
            Statistics* statistics = nullptr) const;
 
@@ -180,9 +201,32 @@ struct Part {
 };
 
 // Combines attention over disjoint sets of keys into attention over their union (split-KV, ring and
-// cascade attention). A part with lse = -infinity is neutral, whatever its out holds. The sink,
-// (1, 1, 1, H) fp32, which no part may include, is added exactly once. Throws Error.
+// cascade attention). A part with lse = -infinity is neutral, whatever its out holds; no parts at
+// all give out = 0. The sink, (1, 1, 1, H) fp32, which no part may include, is added exactly once.
+//
+// Every out is fp32, bf16 or fp16, each as it likes; every lse is fp32, and the result's may be
+// absent. The result may be one of the parts (the same memory with the same strides), so that a
+// ring accumulates in place, but may share memory with no part otherwise. Throws Error before
+// anything is written.
 void merge(std::span<const Part> parts, const Part& result, const Tensor& sink = {});
+
+// Attention by its definition, one row at a time, for checking results. Slow on purpose.
+enum class Precision : std::uint8_t {
+  fp64,  // the truth
+  same   // what an unfused computation in the problem's own dtypes gives: sets the tolerance
+};
+
+// Dense row order, whatever the strides of the problem's out and lse, which are not written:
+// out (B, Sq, Hq, Dv) and lse (B, Hq, Sq); varlen (1, total_q, Hq, Dv) and (1, Hq, total_q).
+struct Reference {
+  std::vector<double> out;
+  std::vector<double> lse;
+};
+[[nodiscard]] Reference reference(const Problem& problem, Precision precision = Precision::fp64,
+                                  int threads = 0);
+
+// The instruction set that Device::cpu computes with on this machine, e.g. "AVX-512 with BF16".
+[[nodiscard]] std::string_view cpu_instruction_set();
 
 // "0.1.0"
 [[nodiscard]] std::string_view version();

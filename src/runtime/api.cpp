@@ -1,0 +1,343 @@
+// The C interface. Nothing throws across it: guarded() turns exceptions into a status and a
+// sentence.
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "fovea/fovea.h"
+#include "fovea/fovea.hpp"
+#include "runtime/tensor.h"
+#include "runtime/text.h"
+
+struct fovea_plan {
+  fovea::Plan plan;
+};
+
+namespace {
+
+using fovea::require;
+
+// No structure is near this size: a larger one was never initialised.
+constexpr std::size_t largest_structure_bytes = 65536;
+
+// A buffer, because a failed allocation has to be reported too.
+thread_local char last_error[4096] = "";
+
+void set_last_error(const char* message) {
+  const std::size_t length = std::min(std::strlen(message), sizeof last_error - 1);
+  std::memcpy(last_error, message, length);
+  last_error[length] = '\0';
+}
+
+template <typename Body>
+fovea_status guarded(const Body& body) noexcept {
+  const auto failed = [](fovea_status status, const char* message) {
+    set_last_error(message);
+    return status;
+  };
+  try {
+    last_error[0] = '\0';
+    body();
+    return FOVEA_OK;
+  } catch (const fovea::Unsupported& error) {
+    return failed(FOVEA_UNSUPPORTED, error.what());
+  } catch (const fovea::Error& error) {
+    return failed(FOVEA_INVALID_ARGUMENT, error.what());
+  } catch (const fovea::DeviceError& error) {
+    return failed(FOVEA_DEVICE_ERROR, error.what());
+  } catch (const std::bad_alloc&) {
+    return failed(FOVEA_OUT_OF_MEMORY, "there is not enough memory for this call");
+  } catch (const std::exception& error) {
+    return failed(FOVEA_INTERNAL_ERROR, error.what());
+  } catch (...) {
+    return failed(FOVEA_INTERNAL_ERROR, "an unknown exception was thrown inside the library");
+  }
+}
+
+template <typename Structure>
+void require_pointer(const char* name, const Structure* pointer) {
+  require(pointer != nullptr, name, " is null; pass the address of one");
+}
+
+std::size_t checked_size(const char* name, const void* structure, std::size_t least) {
+  std::size_t size = 0;  // the first member of every sized structure
+  std::memcpy(&size, structure, sizeof size);
+  require(size >= least && size <= largest_structure_bytes, name, "->size is ", size,
+          "; set it to the size of the structure with fovea_", name, "_init");
+  return size;
+}
+
+// A copy of a structure from a caller whose header may be older (shorter: what it lacks keeps its
+// default) or newer (longer: what this library does not know must be zero). least is where the
+// members end without which the structure means nothing.
+template <typename Structure>
+Structure import_structure(const char* name, const Structure* given, Structure defaults,
+                           std::size_t least) {
+  require_pointer(name, given);
+  const std::size_t size = checked_size(name, given, least);
+  const auto* bytes = reinterpret_cast<const unsigned char*>(given);
+  for (std::size_t i = sizeof(Structure); i < size; ++i) {
+    require(bytes[i] == 0, name, "->size is ", size, " but this library knows only ",
+            sizeof(Structure), " bytes, and byte ", i,
+            " is not zero; leave members that this version of fovea lacks at their default");
+  }
+  std::memcpy(&defaults, given, std::min(size, sizeof(Structure)));
+  return defaults;
+}
+
+// Fills the first `size` bytes with the defaults, and what lies beyond them with zeros.
+template <typename Structure>
+void export_structure(const char* name, Structure* target, std::size_t size,
+                      const Structure& value) {
+  require_pointer(name, target);
+  require(size >= sizeof(std::size_t) && size <= largest_structure_bytes, "size is ", size,
+          "; pass sizeof *", name);
+  std::memset(static_cast<void*>(target), 0, size);
+  std::memcpy(static_cast<void*>(target), &value, std::min(size, sizeof(Structure)));
+  std::memcpy(static_cast<void*>(target), &size, sizeof size);
+}
+
+fovea_problem default_problem() {
+  fovea_problem problem;
+  std::memset(&problem, 0, sizeof problem);
+  problem.size = sizeof problem;
+  problem.window_left = -1;
+  problem.window_right = -1;
+  return problem;
+}
+
+fovea_options default_options() {
+  fovea_options options;
+  std::memset(&options, 0, sizeof options);
+  options.size = sizeof options;
+  return options;
+}
+
+// An enumerator from a C caller may hold any int; reading it as an enum would be undefined.
+template <typename To, typename From>
+To to_enum(const char* owner, const char* member, const From& value, To last) {
+  static_assert(sizeof(From) == sizeof(int));
+  int number = 0;
+  std::memcpy(&number, &value, sizeof number);
+  require(number >= 0 && number <= static_cast<int>(last), owner, member, " is ", number,
+          "; it must be an enumerator, 0..", static_cast<int>(last));
+  return static_cast<To>(number);
+}
+
+fovea::DType to_dtype(const char* name, const fovea_dtype& dtype) {
+  return to_enum(name, ".dtype", dtype, fovea::DType::boolean);
+}
+
+fovea::Tensor to_tensor(const char* name, const fovea_tensor& given) {
+  fovea::Tensor tensor;
+  tensor.data = given.data;
+  tensor.present = given.present != 0;
+  if (tensor.present) tensor.dtype = to_dtype(name, given.dtype);
+  std::copy(std::begin(given.shape), std::end(given.shape), tensor.shape.begin());
+  std::copy(std::begin(given.stride), std::end(given.stride), tensor.stride.begin());
+  return tensor;
+}
+
+std::span<const std::int32_t> to_span(const char* name, const fovea_lengths& given) {
+  require(given.count >= 0, name, ".count is ", given.count, "; it must not be negative");
+  require(given.data != nullptr || given.count == 0, name, ".data is null but count is ",
+          given.count, "; point it at the entries");
+  return {given.data, static_cast<std::size_t>(given.count)};
+}
+
+fovea::Problem to_problem(const fovea_problem* given) {
+  const fovea_problem from =
+      import_structure("problem", given, default_problem(), offsetof(fovea_problem, lse));
+  fovea::Problem problem;
+  const struct {
+    const char* name;
+    const fovea_tensor& from;
+    fovea::Tensor& to;
+  } tensors[] = {{"q", from.q, problem.q},
+                 {"k", from.k, problem.k},
+                 {"v", from.v, problem.v},
+                 {"out", from.out, problem.out},
+                 {"lse", from.lse, problem.lse},
+                 {"bias", from.bias, problem.bias},
+                 {"mask", from.mask, problem.mask},
+                 {"sink", from.sink, problem.sink},
+                 {"alibi", from.alibi, problem.alibi}};
+  for (const auto& tensor : tensors) tensor.to = to_tensor(tensor.name, tensor.from);
+  const struct {
+    const char* name;
+    const fovea_lengths& from;
+    std::span<const std::int32_t>& to;
+  } lengths[] = {{"cu_seqlens_q", from.cu_seqlens_q, problem.cu_seqlens_q},
+                 {"cu_seqlens_k", from.cu_seqlens_k, problem.cu_seqlens_k},
+                 {"seqused_q", from.seqused_q, problem.seqused_q},
+                 {"seqused_k", from.seqused_k, problem.seqused_k},
+                 {"block_table", from.block_table, problem.block_table}};
+  for (const auto& length : lengths) length.to = to_span(length.name, length.from);
+  problem.max_seqlen_q = from.max_seqlen_q;
+  problem.max_seqlen_k = from.max_seqlen_k;
+  problem.block_table_columns = from.block_table_columns;
+  if (from.has_softmax_scale != 0) problem.softmax_scale = from.softmax_scale;
+  problem.causal = from.causal != 0;
+  problem.window_left = from.window_left;
+  problem.window_right = from.window_right;
+  problem.softcap = from.softcap;
+  problem.dropout = {from.dropout_probability, from.dropout_seed, from.dropout_offset};
+  problem.num_splits = from.num_splits;
+  problem.deterministic = from.deterministic != 0;
+  return problem;
+}
+
+fovea::Options to_options(const fovea_options* given) {
+  if (given == nullptr) return {};
+  const fovea_options from =
+      import_structure("options", given, default_options(), offsetof(fovea_options, threads));
+  fovea::Options options;
+  options.device = to_enum("options", ".device", from.device, fovea::Device::emulated_sm100a);
+  options.threads = from.threads;
+  options.softmax = to_enum("options", ".softmax", from.softmax, fovea::Softmax::sum_guard);
+  return options;
+}
+
+// Checked before the work, so that a wrong size is reported before anything is written.
+std::size_t statistics_size(const fovea_statistics* statistics) {
+  if (statistics == nullptr) return 0;
+  return checked_size("statistics", statistics, offsetof(fovea_statistics, tiles_partial));
+}
+
+void write_statistics(fovea_statistics* target, std::size_t size, const fovea::Statistics& from) {
+  if (target == nullptr) return;
+  export_structure("statistics", target, size,
+                   fovea_statistics{size, from.tiles_full, from.tiles_partial, from.rescales,
+                                    from.repairs, from.recomputed_tiles, from.splits});
+}
+
+// The helpers that make tensors report no error; validation finds an absurd dtype or shape.
+fovea_tensor from_tensor(const fovea::Tensor& tensor, const fovea_dtype& dtype) {
+  fovea_tensor result;
+  std::memset(&result, 0, sizeof result);
+  result.data = tensor.data;
+  std::memcpy(&result.dtype, &dtype, sizeof dtype);
+  result.present = 1;
+  std::copy(tensor.shape.begin(), tensor.shape.end(), result.shape);
+  std::copy(tensor.stride.begin(), tensor.stride.end(), result.stride);
+  return result;
+}
+
+}  // namespace
+
+fovea_tensor fovea_tensor_bshd(const void* data, fovea_dtype dtype, int64_t batch, int64_t seqlen,
+                               int64_t heads, int64_t head_dim) {
+  return from_tensor(fovea::bshd(data, fovea::DType::f32, batch, seqlen, heads, head_dim), dtype);
+}
+
+fovea_tensor fovea_tensor_bhsd(const void* data, fovea_dtype dtype, int64_t batch, int64_t seqlen,
+                               int64_t heads, int64_t head_dim) {
+  return from_tensor(fovea::bhsd(data, fovea::DType::f32, batch, seqlen, heads, head_dim), dtype);
+}
+
+fovea_tensor fovea_tensor_packed(const void* data, fovea_dtype dtype, int64_t total, int64_t heads,
+                                 int64_t head_dim) {
+  return from_tensor(fovea::packed(data, fovea::DType::f32, total, heads, head_dim), dtype);
+}
+
+fovea_tensor fovea_tensor_contiguous(const void* data, fovea_dtype dtype, const int64_t shape[4]) {
+  return from_tensor(
+      fovea::contiguous(data, fovea::DType::f32, {shape[0], shape[1], shape[2], shape[3]}), dtype);
+}
+
+fovea_status fovea_problem_init(fovea_problem* problem, size_t size) {
+  return guarded([&] { export_structure("problem", problem, size, default_problem()); });
+}
+
+fovea_status fovea_options_init(fovea_options* options, size_t size) {
+  return guarded([&] { export_structure("options", options, size, default_options()); });
+}
+
+fovea_status fovea_statistics_init(fovea_statistics* statistics, size_t size) {
+  return guarded([&] { export_structure("statistics", statistics, size, fovea_statistics{}); });
+}
+
+fovea_status fovea_plan_create(const fovea_problem* problem, const fovea_options* options,
+                               fovea_plan** plan) {
+  return guarded([&] {
+    require_pointer("plan", plan);
+    *plan = nullptr;
+    *plan = new fovea_plan{fovea::plan(to_problem(problem), to_options(options))};
+  });
+}
+
+void fovea_plan_destroy(fovea_plan* plan) { delete plan; }
+
+fovea_status fovea_plan_workspace_bytes(const fovea_plan* plan, size_t* bytes) {
+  return guarded([&] {
+    require_pointer("plan", plan);
+    require_pointer("bytes", bytes);
+    *bytes = plan->plan.workspace_bytes();
+  });
+}
+
+fovea_status fovea_plan_run(const fovea_plan* plan, const fovea_problem* problem, void* workspace,
+                            size_t workspace_bytes, fovea_statistics* statistics) {
+  return guarded([&] {
+    require_pointer("plan", plan);
+    require(workspace != nullptr || workspace_bytes == 0,
+            "workspace is null but workspace_bytes is ", workspace_bytes,
+            "; pass as many bytes as fovea_plan_workspace_bytes says");
+    const std::size_t size = statistics_size(statistics);
+    fovea::Statistics counts;
+    plan->plan.run(to_problem(problem), {static_cast<std::byte*>(workspace), workspace_bytes},
+                   &counts);
+    write_statistics(statistics, size, counts);
+  });
+}
+
+fovea_status fovea_plan_explain(const fovea_plan* plan, char* buffer, size_t capacity,
+                                size_t* length) {
+  return guarded([&] {
+    require_pointer("plan", plan);
+    require(buffer != nullptr || capacity == 0, "buffer is null but capacity is ", capacity,
+            "; pass capacity 0 to ask for the length alone");
+    const std::string explanation = plan->plan.explain();
+    if (length != nullptr) *length = explanation.size();
+    if (capacity == 0) return;
+    const std::size_t copied = std::min(capacity - 1, explanation.size());
+    std::memcpy(buffer, explanation.data(), copied);
+    buffer[copied] = '\0';
+  });
+}
+
+fovea_status fovea_attention(const fovea_problem* problem, const fovea_options* options,
+                             fovea_statistics* statistics) {
+  return guarded([&] {
+    const std::size_t size = statistics_size(statistics);
+    fovea::Statistics counts;
+    fovea::attention(to_problem(problem), to_options(options), &counts);
+    write_statistics(statistics, size, counts);
+  });
+}
+
+fovea_status fovea_merge(const fovea_part* parts, int64_t count, const fovea_part* result,
+                         const fovea_tensor* sink) {
+  return guarded([&] {
+    require(count >= 0, "count is ", count, "; it must not be negative");
+    require(parts != nullptr || count == 0, "parts is null but count is ", count,
+            "; point it at the parts");
+    require_pointer("result", result);
+    std::vector<fovea::Part> converted;
+    for (std::int64_t i = 0; i < count; ++i) {
+      converted.push_back({to_tensor(fovea::text("parts[", i, "].out").c_str(), parts[i].out),
+                           to_tensor(fovea::text("parts[", i, "].lse").c_str(), parts[i].lse)});
+    }
+    fovea::merge(converted,
+                 {to_tensor("result.out", result->out), to_tensor("result.lse", result->lse)},
+                 sink != nullptr ? to_tensor("sink", *sink) : fovea::Tensor{});
+  });
+}
+
+const char* fovea_last_error(void) { return last_error; }
+
+const char* fovea_version(void) { return FOVEA_VERSION; }

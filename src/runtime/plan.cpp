@@ -1,0 +1,282 @@
+#include "runtime/plan.h"
+
+#include <memory>
+
+#include "runtime/tensor.h"
+#include "runtime/text.h"
+
+namespace fovea {
+namespace {
+
+// What Softmax::automatic means on the CPU: docs/performance.md has the measurements.
+constexpr core::SoftmaxPolicy fastest_softmax = core::SoftmaxPolicy::sum_guard;
+
+core::SoftmaxPolicy policy_of(Softmax softmax) {
+  switch (softmax) {
+    case Softmax::automatic: return fastest_softmax;
+    case Softmax::online: return core::SoftmaxPolicy::online;
+    case Softmax::conditional: return core::SoftmaxPolicy::conditional;
+    case Softmax::sum_guard: return core::SoftmaxPolicy::sum_guard;
+  }
+  return fastest_softmax;
+}
+
+std::string_view name_of(core::SoftmaxPolicy policy) {
+  switch (policy) {
+    case core::SoftmaxPolicy::online: return name(Softmax::online);
+    case core::SoftmaxPolicy::conditional: return name(Softmax::conditional);
+    case core::SoftmaxPolicy::sum_guard: return name(Softmax::sum_guard);
+  }
+  return "unknown";
+}
+
+std::vector<std::string> cpu_supports(const core::Problem& problem) {
+  std::vector<std::string> reasons;
+  if (problem.q.dtype == core::DType::e4m3 || problem.q.dtype == core::DType::e5m2) {
+    reasons.push_back(text("it computes f32, bf16 and f16 but q, k and v are ",
+                           static_cast<DType>(problem.q.dtype),
+                           ", so convert them to one of those"));
+  }
+  return reasons;
+}
+
+std::vector<std::string> gpu_supports(const core::Problem&) {
+  return {"this build has no GPU kernels"};
+}
+
+constexpr std::array<Candidate, 4> all_candidates{{
+    {Device::cuda, gpu_supports, true},
+    {Device::cpu, cpu_supports, true},
+    {Device::emulated_sm90a, gpu_supports, false},
+    {Device::emulated_sm100a, gpu_supports, false},
+}};
+
+std::string joined(const std::vector<std::string>& reasons) {
+  std::string result;
+  for (const std::string& reason : reasons) result += (result.empty() ? "" : "; ") + reason;
+  return result;
+}
+
+void check_options(const Options& options) {
+  require(options.device <= Device::emulated_sm100a, "options.device is ",
+          static_cast<int>(options.device), ", which is no fovea::Device");
+  require(options.softmax <= Softmax::sum_guard, "options.softmax is ",
+          static_cast<int>(options.softmax), ", which is no fovea::Softmax");
+  require(options.threads >= 0 && options.threads <= max_threads, "options.threads is ",
+          options.threads, "; it must lie in 0..", max_threads, ", where 0 is the OpenMP default");
+}
+
+// No device that was asked for computes the problem: say why, and which one does.
+[[noreturn]] void refuse(Device asked, const std::vector<Refusal>& refusals,
+                         const std::vector<Device>& able) {
+  std::string message = asked == Device::automatic
+                            ? "no device computes this problem"
+                            : text("device ", name(asked), " does not compute this problem");
+  const char* separator = ": ";
+  for (const Refusal& refusal : refusals) {
+    if (asked == Device::automatic) {
+      message += text(separator, name(refusal.device), " because ", refusal.reasons);
+    } else if (refusal.device == asked) {
+      message += separator + refusal.reasons;
+    }
+    separator = ", ";
+  }
+  for (const Device device : able) message += text("; device ", name(device), " does");
+  throw Unsupported(message);
+}
+
+// Fills in the device and the reasons against the others.
+void choose_device(const Options& options, Plan::Choice& choice) {
+  const bool automatic = options.device == Device::automatic;
+  bool chosen = false;
+  std::vector<Device> able;
+  for (const Candidate& candidate : candidates()) {
+    const std::vector<std::string> reasons = candidate.supports(choice.problem);
+    const bool wanted = automatic ? candidate.is_automatic : candidate.device == options.device;
+    if (reasons.empty() && wanted && !chosen) {
+      choice.device = candidate.device;
+      chosen = true;
+    } else if (!reasons.empty()) {
+      choice.refusals.push_back({candidate.device, joined(reasons)});
+    } else {
+      able.push_back(candidate.device);
+      choice.refusals.push_back({candidate.device, !automatic ? "another device was asked for"
+                                                   : wanted ? "a device before it in preference can"
+                                                            : "it runs only when asked for"});
+    }
+  }
+  if (!chosen) refuse(options.device, choice.refusals, able);
+}
+
+// What run() may not change, beside the shapes and dtypes of the tensors.
+struct Trait {
+  std::string_view name;
+  double (*value)(const core::Problem& problem);
+};
+constexpr Trait fixed_traits[] = {
+    {"the number of sequences", [](const core::Problem& p) { return double(p.batch); }},
+    {"presence of cu_seqlens_q", [](const core::Problem& p) { return double(p.is_varlen_q()); }},
+    {"presence of cu_seqlens_k", [](const core::Problem& p) { return double(p.is_varlen_k()); }},
+    {"presence of block_table", [](const core::Problem& p) { return double(p.is_paged()); }},
+    {"block_table_columns", [](const core::Problem& p) { return double(p.block_table_stride); }},
+    {"softmax_scale", [](const core::Problem& p) { return double(p.softmax_scale); }},
+    {"softcap", [](const core::Problem& p) { return double(p.softcap); }},
+    {"window_left", [](const core::Problem& p) { return double(p.window.left); }},
+    {"window_right (0 if causal)", [](const core::Problem& p) { return double(p.window.right); }},
+    {"dropout.probability", [](const core::Problem& p) { return double(p.dropout.probability); }},
+    {"num_splits", [](const core::Problem& p) { return double(p.num_splits); }},
+    {"deterministic", [](const core::Problem& p) { return double(p.deterministic); }},
+};
+
+// Throws Error unless the problem is the planned one up to pointers, strides and lengths.
+void check_matches(const Plan::Choice& planned, const Problem& problem,
+                   const core::Problem& validated) {
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    const Tensor& tensor = problem.*arguments[i].tensor;
+    const Tensor& before = planned.signature[i];
+    require(tensor.present == before.present, arguments[i].name,
+            tensor.present ? " is present but the plan was made without it; plan again"
+                           : " is absent but the plan was made with it; plan again");
+    if (!tensor.present) continue;
+    require(tensor.shape == before.shape, arguments[i].name, " has shape ", Tuple{tensor.shape},
+            " but the plan was made for ", Tuple{before.shape}, "; plan again for a new shape");
+    require(tensor.dtype == before.dtype, arguments[i].name, " has dtype ", tensor.dtype,
+            " but the plan was made for ", before.dtype, "; plan again for a new dtype");
+  }
+  for (const Trait& trait : fixed_traits) {
+    const double value = trait.value(validated);
+    const double before = trait.value(planned.problem);
+    require(value == before, trait.name, " is ", value, " but the plan was made for ", before,
+            "; plan again");
+  }
+  require(validated.seqlen_q <= planned.problem.seqlen_q, "the longest query sequence has ",
+          validated.seqlen_q, " rows but the plan was made for at most ", planned.problem.seqlen_q,
+          "; plan with max_seqlen_q at the largest length to come");
+  require(validated.seqlen_k <= planned.problem.seqlen_k, "the longest key sequence has ",
+          validated.seqlen_k, " keys but the plan was made for at most ", planned.problem.seqlen_k,
+          "; plan with max_seqlen_k at the largest length to come");
+}
+
+void check_workspace(const Problem& problem, std::span<std::byte> workspace, std::size_t needed) {
+  require(workspace.size() >= needed && (workspace.data() != nullptr || needed == 0),
+          "workspace has ", workspace.data() != nullptr ? workspace.size() : 0,
+          " bytes; it must have at least ", needed, " (Plan::workspace_bytes)");
+  const Tensor bytes =
+      contiguous(workspace.data(), DType::boolean, {1, 1, 1, static_cast<std::int64_t>(needed)});
+  for (const Argument& argument : arguments) {
+    require(!share_memory(bytes, problem.*argument.tensor), "workspace shares memory with ",
+            argument.name, "; it must lie apart from every tensor");
+  }
+}
+
+std::string explain_cpu(const Plan::Choice& choice) {
+  const cpu::ForwardConfig& config = choice.cpu;
+  const core::Problem& problem = choice.problem;
+  return text("device     cpu, ", cpu::instruction_set(), ", ", config.threads,
+              config.threads == 1 ? " thread" : " threads", "\n",  //
+              "tiles      ", config.block_q, " rows (queries of ", problem.group_size(),
+              problem.group_size() == 1 ? " head) x " : " heads that share a key/value head) x ",
+              config.block_k, " keys\n",  //
+              "keys       ",
+              config.few_rows ? "streamed once, unpacked, because few queries share them"
+                              : "packed tile by tile, because many queries share them",
+              "\n",  //
+              "splits     ", config.splits,
+              config.splits == 1        ? ""
+              : problem.num_splits != 0 ? ", as asked for"
+                                        : ", because the queries alone do not occupy the threads",
+              "\n",  //
+              "products   ", config.bf16_products ? "bf16 dot-product instructions" : "fp32", "\n",
+              "softmax    ", name_of(config.softmax), "\n",  //
+              "workspace  ", choice.workspace_bytes, " bytes, of which ",
+              config.thread_workspace_bytes, " per thread\n");
+}
+
+const Plan::Choice& checked(const std::shared_ptr<const Plan::Choice>& choice) {
+  require(choice != nullptr, "the plan is empty, as a moved-from one is; use one from plan()");
+  return *choice;
+}
+
+Statistics to_public(const cpu::ForwardStatistics& counts) {
+  Statistics statistics;
+  statistics.tiles_full = counts.tiles_full;
+  statistics.tiles_partial = counts.tiles_partial;
+  statistics.rescales = counts.rescales;
+  statistics.repairs = counts.repairs;
+  statistics.recomputed_tiles = counts.recomputed_tiles;
+  statistics.splits = counts.splits;
+  return statistics;
+}
+
+}  // namespace
+
+std::span<const Candidate> candidates() { return all_candidates; }
+
+std::string_view name(Device device) {
+  constexpr std::array<std::string_view, 5> names{"auto", "cpu", "cuda", "emulated:sm_90a",
+                                                  "emulated:sm_100a"};
+  const auto index = static_cast<std::size_t>(device);
+  return index < names.size() ? names[index] : "unknown";
+}
+
+std::string_view name(Softmax softmax) {
+  constexpr std::array<std::string_view, 4> names{"auto", "online", "conditional", "sum_guard"};
+  const auto index = static_cast<std::size_t>(softmax);
+  return index < names.size() ? names[index] : "unknown";
+}
+
+std::string_view version() { return FOVEA_VERSION; }
+
+std::string_view cpu_instruction_set() { return cpu::instruction_set(); }
+
+Plan::Plan(std::shared_ptr<const Choice> choice) : choice_(std::move(choice)) {}
+
+std::size_t Plan::workspace_bytes() const { return checked(choice_).workspace_bytes; }
+
+Device Plan::device() const { return checked(choice_).device; }
+
+std::string Plan::explain() const {
+  const Choice& choice = checked(choice_);
+  std::string result = explain_cpu(choice);
+  for (const Refusal& refusal : choice.refusals) {
+    result += text("not ", name(refusal.device), ": ", refusal.reasons, "\n");
+  }
+  return result;
+}
+
+void Plan::run(const Problem& problem, std::span<std::byte> workspace,
+               Statistics* statistics) const {
+  const Choice& choice = checked(choice_);
+  core::Problem validated = validate(problem);
+  check_matches(choice, problem, validated);
+  check_workspace(problem, workspace, choice.workspace_bytes);
+  // The bounds that the configuration was made for.
+  validated.seqlen_q = choice.problem.seqlen_q;
+  validated.seqlen_k = choice.problem.seqlen_k;
+  cpu::ForwardStatistics counts;
+  cpu::forward(validated, choice.cpu, workspace.data(), counts);
+  if (statistics != nullptr) *statistics = to_public(counts);
+}
+
+Plan plan(const Problem& problem, const Options& options) {
+  check_options(options);
+  auto choice = std::make_shared<Plan::Choice>();
+  choice->problem = validate(problem);
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    choice->signature[i] = problem.*arguments[i].tensor;
+  }
+  choose_device(options, *choice);
+  choice->cpu =
+      cpu::configure_forward(choice->problem, options.threads, policy_of(options.softmax));
+  choice->workspace_bytes = choice->cpu.workspace_bytes;
+  return Plan(std::move(choice));
+}
+
+void attention(const Problem& problem, const Options& options, Statistics* statistics) {
+  const Plan chosen = plan(problem, options);
+  const std::size_t bytes = chosen.workspace_bytes();
+  const auto workspace = std::make_unique_for_overwrite<std::byte[]>(bytes);
+  chosen.run(problem, {workspace.get(), bytes}, statistics);
+}
+
+}  // namespace fovea

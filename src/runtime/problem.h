@@ -1,0 +1,36 @@
+// From the caller's Problem to the validated one that backends compute.
+#pragma once
+
+#include <array>
+#include <string_view>
+
+#include "core/types.h"
+#include "fovea/fovea.hpp"
+
+namespace fovea {
+
+inline constexpr std::int64_t max_head_dim = 576;    // of q and k
+inline constexpr std::int64_t max_head_dim_v = 512;  // of v and out
+inline constexpr int max_threads = 1024;             // more than any machine today has
+
+// The tensors of a problem, for whatever is done to each of them alike.
+struct Argument {
+  std::string_view name;
+  Tensor Problem::*tensor;
+  bool is_output = false;
+};
+inline constexpr std::array<Argument, 9> arguments{{{"q", &Problem::q},
+                                                    {"k", &Problem::k},
+                                                    {"v", &Problem::v},
+                                                    {"out", &Problem::out, true},
+                                                    {"lse", &Problem::lse, true},
+                                                    {"bias", &Problem::bias},
+                                                    {"mask", &Problem::mask},
+                                                    {"sink", &Problem::sink},
+                                                    {"alibi", &Problem::alibi}}};
+
+// Throws Error at the first fault. Reads the lengths and, of the block table, the entries in use;
+// no tensor data. Allocates nothing unless it throws.
+[[nodiscard]] core::Problem validate(const Problem& problem);
+
+}  // namespace fovea
