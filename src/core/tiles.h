@@ -1,9 +1,9 @@
 // The work list: which piece of the problem one worker computes at a time.
 //
-// Packed GQA: the query heads that share a KV head form one matrix whose row r is query r / group of
-// head  kv_head * group + r % group, so that K and V are read once per group. A tile is a range of
-// packed rows against a range of keys; keys are split only when there are too few rows to occupy the
-// workers (split-KV), and the parts are merged afterwards (core/softmax.h).
+// Packed GQA: the query heads that share a KV head form one matrix whose row r is query r / group
+// of head  kv_head * group + r % group, so that K and V are read once per group. A tile is a range
+// of packed rows against a range of keys; keys are split only when there are too few rows to occupy
+// the workers (split-KV), and the parts are merged afterwards (core/softmax.h).
 #pragma once
 
 #include "core/mask.h"
@@ -24,7 +24,8 @@ constexpr PackedRow packed_row(int64 row, int32 group_size, int32 head_kv) {
 struct Tile {
   int32 batch = 0;
   int32 head_kv = 0;
-  int64 row_begin = 0;  // packed rows
+  int32 head_count = 1;  // KV heads from head_kv on
+  int64 row_begin = 0;   // packed rows of each of these heads
   int64 row_end = 0;
   int32 split = 0;
   int32 cost = 0;  // relative work; sorts the list longest first
@@ -40,8 +41,8 @@ constexpr RowBlock row_block(int64 rows, int64 block_count, int64 index) {
   return {rows * index / block_count, rows * (index + 1) / block_count};
 }
 
-// Keys of part `split` of `split_count`, cut at multiples of block_k so that every part but the last
-// holds whole blocks. Parts may be empty.
+// Keys of part `split` of `split_count`, cut at multiples of block_k so that every part but the
+// last holds whole blocks. Parts may be empty.
 constexpr KeyRange split_range(KeyRange keys, int64 split_count, int64 split, int64 block_k) {
   const int64 first = keys.begin / block_k;
   const int64 blocks = ceil_div(keys.end, block_k) - first;

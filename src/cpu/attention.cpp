@@ -20,6 +20,9 @@ using core::int64;
 
 constexpr std::size_t alignment_bytes = 64;
 
+// Up to here reading K and V in place is faster than packing them.
+constexpr int64 most_streamed_rows = 8;
+
 std::size_t align_up(std::size_t bytes) {
   return (bytes + alignment_bytes - 1) / alignment_bytes * alignment_bytes;
 }
@@ -31,6 +34,19 @@ std::size_t second_level_cache_bytes() {
 
 // Packed rows of the longest sequence.
 int64 longest_rows(const core::Problem& p) { return p.seqlen_q * p.group_size(); }
+
+// Few rows take the KV heads of a key together where they lie side by side, so that memory is read
+// in its own order.
+constexpr int32 most_heads_per_tile = 64;
+
+int32 choose_heads_per_tile(const core::Problem& p) {
+  const bool side_by_side = p.k.stride[2] < p.k.stride[1];
+  return side_by_side ? std::min(p.heads_kv, most_heads_per_tile) : 1;
+}
+
+int64 head_groups(const core::Problem& p, const ForwardConfig& config) {
+  return core::ceil_div(p.heads_kv, config.heads_per_tile);
+}
 
 int64 row_block_count(int64 rows, int64 block_q) { return core::ceil_div(rows, block_q); }
 
@@ -53,8 +69,8 @@ int64 choose_block_q(const core::Problem& p, const ForwardConfig& config) {
 int64 choose_splits(const core::Problem& p, const ForwardConfig& config) {
   const int64 key_blocks = std::max<int64>(1, core::ceil_div(p.seqlen_k, config.block_k));
   if (p.num_splits > 0) return std::min<int64>(p.num_splits, key_blocks);
-  const int64 tiles =
-      p.batch * p.heads_kv * std::max<int64>(1, row_block_count(longest_rows(p), config.block_q));
+  const int64 tiles = p.batch * head_groups(p, config) *
+                      std::max<int64>(1, row_block_count(longest_rows(p), config.block_q));
   const int64 tiles_wanted = 4 * config.threads;
   if (config.threads == 1 || tiles == 0 || tiles >= tiles_wanted) return 1;
   const int64 useful = std::max<int64>(1, key_blocks / 4);  // a part below 4 blocks is not worth it
@@ -65,7 +81,7 @@ int64 tile_capacity(const core::Problem& p, const ForwardConfig& config) {
   const int64 blocks = p.is_varlen_q()
                            ? core::ceil_div(p.total_q * p.group_size(), config.block_q) + p.batch
                            : p.batch * row_block_count(longest_rows(p), config.block_q);
-  return blocks * p.heads_kv * config.splits;
+  return blocks * head_groups(p, config) * config.splits;
 }
 
 int64 total_rows(const core::Problem& p) {
@@ -96,7 +112,8 @@ int64 list_tiles(const core::Problem& p, const ForwardConfig& config, core::Tile
       tile.row_begin = range.begin;
       tile.row_end = range.end;
       tile.cost = static_cast<int32>(std::min<int64>(work / 64, 0x7fffffff));
-      for (int32 head = 0; head < p.heads_kv; ++head) {
+      for (int32 head = 0; head < p.heads_kv; head += config.heads_per_tile) {
+        tile.head_count = std::min(config.heads_per_tile, p.heads_kv - head);
         for (int32 split = 0; split < config.splits; ++split) {
           tile.head_kv = head;
           tile.split = split;
@@ -191,6 +208,11 @@ ForwardConfig configure_forward(const core::Problem& problem, int threads,
   config.softmax = softmax;
   config.bf16_products = problem.q.dtype == core::DType::bf16 && has_bf16_products();
   config.block_k = 128;
+  config.few_rows = longest_rows(problem) <= most_streamed_rows;
+  if (config.few_rows) {
+    config.block_k = 64;
+    config.heads_per_tile = choose_heads_per_tile(problem);
+  }
   config.block_q = choose_block_q(problem, config);
   config.splits = choose_splits(problem, config);
   config.tile_capacity = tile_capacity(problem, config);

@@ -15,27 +15,32 @@ HWY_NOINLINE void multiply_bf16(const ProductArguments& arguments) {
   const auto* b = static_cast<const char*>(arguments.panel);
   const int64 a_stride = arguments.a_stride / 2;  // in pairs
   __m512 sum[rows][vectors];
+#pragma GCC unroll 12
   for (int r = 0; r < rows; ++r) {
-    for (int v = 0; v < vectors; ++v) {
-      const float* c = arguments.c + r * arguments.c_stride + v * lanes;
-      sum[r][v] = arguments.accumulate ? _mm512_load_ps(c) : _mm512_setzero_ps();
-    }
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; ++v) sum[r][v] = _mm512_setzero_ps();
   }
-  const uint32* const end = a + arguments.depth / 2;
-  for (; a != end; ++a, b += vectors * 64) {
+  for (const uint32* const end = a + arguments.depth / 2; a != end; ++a, b += vectors * 64) {
     __m512bh column[vectors];
+#pragma GCC unroll 2
     for (int v = 0; v < vectors; ++v) {
       column[v] = reinterpret_cast<__m512bh>(_mm512_load_si512(b + v * 64));
     }
+#pragma GCC unroll 12
     for (int r = 0; r < rows; ++r) {
       const auto left =
           reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(a[r * a_stride])));
+#pragma GCC unroll 2
       for (int v = 0; v < vectors; ++v) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], left, column[v]);
     }
   }
+#pragma GCC unroll 12
   for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 2
     for (int v = 0; v < vectors; ++v) {
-      _mm512_store_ps(arguments.c + r * arguments.c_stride + v * lanes, sum[r][v]);
+      float* c = arguments.c + r * arguments.c_stride + v * lanes;
+      const __m512 before = arguments.accumulate ? _mm512_load_ps(c) : _mm512_setzero_ps();
+      _mm512_store_ps(c, _mm512_add_ps(before, sum[r][v]));
     }
   }
 }

@@ -34,6 +34,8 @@
 #include "cpu/bf16_product-inl.h"
 #include "cpu/softmax-inl.h"
 #include "cpu/tile-inl.h"
+#include "cpu/stream-inl.h"
+#include "cpu/run_tile-inl.h"
 // clang-format on
 
 #if HWY_ONCE
@@ -77,7 +79,7 @@ std::size_t layout_scratch(const core::Problem& problem, const ForwardConfig& co
   const auto floats = [&](core::int64 count) {
     return reinterpret_cast<float*>(take(count, sizeof(float)));
   };
-  const core::int64 rows = config.block_q;
+  const core::int64 rows = config.block_q * config.heads_per_tile;
   scratch.query_stride = padded(problem.head_dim);
   scratch.score_stride = config.block_k + max_lanes;
   scratch.out_stride = padded(problem.head_dim_v);
@@ -87,8 +89,8 @@ std::size_t layout_scratch(const core::Problem& problem, const ForwardConfig& co
   scratch.sums = floats(rows * max_lanes);
   scratch.reference = floats(rows);
   scratch.visible = reinterpret_cast<core::KeyRange*>(take(rows, sizeof(core::KeyRange)));
-  scratch.keys = floats(config.block_k * scratch.query_stride);
-  scratch.values = floats(config.block_k * scratch.out_stride);
+  scratch.keys = floats(config.block_k * config.heads_per_tile * scratch.query_stride);
+  scratch.values = floats(config.block_k * config.heads_per_tile * scratch.out_stride);
   scratch.staging = floats(core::max64(4 * scratch.query_stride, 2 * scratch.out_stride));
   scratch.key_rows = reinterpret_cast<const void**>(take(config.block_k, sizeof(void*)));
   return offset;

@@ -50,6 +50,8 @@ struct ProductArguments {
   bool accumulate;
 };
 
+// The accumulators must be registers from the first instruction to the last, so every loop over
+// them is unrolled before the compiler decides where they live.
 template <int rows, int vectors>
 HWY_NOINLINE void multiply_f32(const ProductArguments& arguments) {
   const FloatTag d;
@@ -57,25 +59,29 @@ HWY_NOINLINE void multiply_f32(const ProductArguments& arguments) {
   const float* HWY_RESTRICT b = static_cast<const float*>(arguments.panel);
   const int64 a_stride = arguments.a_stride;
   FloatVec sum[rows][vectors];
+#pragma GCC unroll 12
   for (int r = 0; r < rows; ++r) {
-    for (int v = 0; v < vectors; ++v) {
-      sum[r][v] = arguments.accumulate
-                      ? hn::Load(d, arguments.c + r * arguments.c_stride + v * lanes)
-                      : hn::Zero(d);
-    }
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; ++v) sum[r][v] = hn::Zero(d);
   }
-  const float* const end = a + arguments.depth;
-  for (; a != end; ++a, b += vectors * lanes) {
+  for (const float* const end = a + arguments.depth; a != end; ++a, b += vectors * lanes) {
     FloatVec column[vectors];
+#pragma GCC unroll 4
     for (int v = 0; v < vectors; ++v) column[v] = hn::Load(d, b + v * lanes);
+#pragma GCC unroll 12
     for (int r = 0; r < rows; ++r) {
       const FloatVec left = hn::Set(d, a[r * a_stride]);
+#pragma GCC unroll 4
       for (int v = 0; v < vectors; ++v) sum[r][v] = hn::MulAdd(left, column[v], sum[r][v]);
     }
   }
+#pragma GCC unroll 12
   for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 4
     for (int v = 0; v < vectors; ++v) {
-      hn::Store(sum[r][v], d, arguments.c + r * arguments.c_stride + v * lanes);
+      float* c = arguments.c + r * arguments.c_stride + v * lanes;
+      const FloatVec before = arguments.accumulate ? hn::Load(d, c) : hn::Zero(d);
+      hn::Store(hn::Add(before, sum[r][v]), d, c);
     }
   }
 }

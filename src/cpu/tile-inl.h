@@ -16,29 +16,35 @@ class TileRows {
         statistics_(statistics),
         sequence_(core::sequence_at(problem, tile.batch)),
         group_(problem.group_size()),
-        rows_(tile.row_end - tile.row_begin),
+        rows_per_head_(tile.row_end - tile.row_begin),
+        rows_(rows_per_head_ * tile.head_count),
         modifies_(modifies_scores(problem)),
         scale_log2_(modifies_ ? 1.0f : problem.softmax_scale * core::log2_e) {}
 
   // Keys of this tile's split that any of its rows sees.
   core::KeyRange keys() const {
-    const core::KeyRange all = union_range(0, rows_);
+    const core::KeyRange all = union_range(0, rows_per_head_);
     return core::split_range(all, config_.splits, tile_.split, config_.block_k);
   }
 
  protected:
-  core::PackedRow packed(int64 row) const {
-    return core::packed_row(tile_.row_begin + row, group_, tile_.head_kv);
+  // Rows of the tile are those of its first KV head, then of the next.
+  core::int32 head_kv(int64 row) const {
+    return tile_.head_kv + static_cast<core::int32>(row / rows_per_head_);
   }
-  int64 query(int64 row) const { return (tile_.row_begin + row) / group_; }
+  core::PackedRow packed(int64 row) const {
+    return core::packed_row(tile_.row_begin + row % rows_per_head_, group_, head_kv(row));
+  }
+  int64 query(int64 row) const { return (tile_.row_begin + row % rows_per_head_) / group_; }
 
+  // Of rows of one head.
   core::KeyRange union_range(int64 row_begin, int64 row_end) const {
     return core::union_range(p_.window, sequence_.length_q, sequence_.length_k, query(row_begin),
                              query(row_end - 1) + 1);
   }
 
-  KeyRows key_rows(const core::View& view) const {
-    return {p_, view, sequence_, tile_.batch, tile_.head_kv};
+  KeyRows key_rows(const core::View& view, int64 head) const {
+    return {p_, view, sequence_, tile_.batch, head};
   }
 
   RowMemory memory(int64 row) const {
@@ -123,16 +129,18 @@ class TileRows {
     return static_cast<const float*>(p_.sink.data)[head * p_.sink.stride[0]];
   }
 
-  // O += P V for weights [begin, end), skipping keys of weight zero: for blocks where V holds
-  // infinities or NaN and some rows must not meet them.
-  template <class LoadValues>
-  void add_values_selectively(int64 row, int64 begin, int64 end, const LoadValues& load) const {
+  // O += P V for weights [begin, end) of one row, skipping keys of weight zero: for blocks where V
+  // holds infinities or NaN and some rows must not meet them.
+  void add_values_selectively(int64 row, int64 first_key, int64 begin, int64 end) const {
     const FloatTag d;
     const RowMemory m = memory(row);
+    const KeyRows rows = key_rows(p_.v, head_kv(row));
+    float* values = scratch_.staging;
+    fill_row(values, p_.head_dim_v, m.out_columns, 0.0f);
     for (int64 key = begin; key < end; ++key) {
       const float weight = m.scores[key];
       if (weight == 0.0f) continue;
-      const float* values = load(key);
+      load_row(p_.v, rows.offset(first_key + key), p_.v.stride[3], p_.head_dim_v, values);
       for (int64 i = 0; i < m.out_columns; i += lanes) {
         const FloatVec sum =
             hn::MulAdd(hn::Set(d, weight), hn::Load(d, values + i), hn::Load(d, m.out + i));
@@ -141,11 +149,12 @@ class TileRows {
     }
   }
 
-  // True if any of rows [begin, begin + count) of V holds an infinity or NaN.
-  bool has_nonfinite_values(int64 begin, int64 count, float* staging) const {
+  // True if any of rows [begin, begin + count) of a head of V holds an infinity or NaN.
+  bool has_nonfinite_values(int64 head, int64 begin, int64 count) const {
     const FloatTag d;
-    const KeyRows rows = key_rows(p_.v);
+    const KeyRows rows = key_rows(p_.v, head);
     const int64 columns = padded_columns(p_.head_dim_v);
+    float* staging = scratch_.staging;
     fill_row(staging, p_.head_dim_v, columns, 0.0f);
     FloatVec nonfinite = hn::Zero(d);
     for (int64 key = 0; key < count; ++key) {
@@ -170,6 +179,7 @@ class TileRows {
   ForwardStatistics& statistics_;
   const core::Sequence sequence_;
   const core::int32 group_;
+  const int64 rows_per_head_;
   const int64 rows_;
   const bool modifies_;
   const float scale_log2_;
@@ -242,8 +252,10 @@ class PackedTile : TileRows<exp2_degree> {
     const TileScratch& s = this->scratch_;
     auto* keys = reinterpret_cast<Element*>(s.keys);
     auto* values = reinterpret_cast<Element*>(s.values);
-    Products::pack_keys(this->key_rows(p.k), first_key, count, p.head_dim, s.staging, keys);
-    Products::pack_values(this->key_rows(p.v), first_key, count, p.head_dim_v, s.staging, values);
+    Products::pack_keys(this->key_rows(p.k, this->tile_.head_kv), first_key, count, p.head_dim,
+                        s.staging, keys);
+    Products::pack_values(this->key_rows(p.v, this->tile_.head_kv), first_key, count, p.head_dim_v,
+                          s.staging, values);
     const bool partial = find_visible(first_key, count);
     multiply_queries(count, keys);
     for (int64 b = 0; b < row_blocks(); ++b) {
@@ -255,7 +267,7 @@ class PackedTile : TileRows<exp2_degree> {
                           [&](int64 row) { multiply_row(row, seen, keys); });
       }
     }
-    if (partial && this->has_nonfinite_values(first_key, count, s.staging)) {
+    if (partial && this->has_nonfinite_values(this->tile_.head_kv, first_key, count)) {
       add_values_row_by_row(first_key);
     } else {
       for (int64 b = 0; b < row_blocks(); ++b) convert_weights(b);
@@ -364,40 +376,15 @@ class PackedTile : TileRows<exp2_degree> {
   }
 
   void add_values_row_by_row(int64 first_key) const {
-    const TileScratch& s = this->scratch_;
-    const KeyRows rows_of_v = this->key_rows(this->p_.v);
-    fill_row(s.staging, this->p_.head_dim_v, padded_columns(this->p_.head_dim_v), 0.0f);
-    const auto load = [&](int64 key) {
-      load_row(this->p_.v, rows_of_v.offset(first_key + key), this->p_.v.stride[3],
-               this->p_.head_dim_v, s.staging);
-      return s.staging;
-    };
     for (int64 b = 0; b < row_blocks(); ++b) {
       const core::RowBlock rows = row_block(b);
+      const core::KeyRange seen = this->scratch_.visible[b];
       for (int64 r = rows.begin; r < rows.end; ++r) {
-        this->add_values_selectively(r, s.visible[b].begin, s.visible[b].end, load);
+        this->add_values_selectively(r, first_key, seen.begin, seen.end);
       }
     }
   }
 };
-
-inline void run_tile(const core::Problem& problem, const ForwardConfig& config,
-                     const core::Tile& tile, const TileScratch& scratch, const Partials& partials,
-                     ForwardStatistics& statistics) {
-#if HWY_TARGET == HWY_AVX3
-  if (config.bf16_products) {
-    PackedTile<Bf16Products, 4>(problem, config, tile, scratch, statistics).run(partials);
-    return;
-  }
-#endif
-  if (problem.q.dtype == core::DType::f32) {
-    PackedTile<Float32Products, 6>(problem, config, tile, scratch, statistics).run(partials);
-  } else {
-    PackedTile<Float32Products, 4>(problem, config, tile, scratch, statistics).run(partials);
-  }
-}
-
-inline const char* target_name() { return hwy::TargetName(HWY_TARGET); }
 
 }  // namespace fovea::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();

@@ -1,0 +1,283 @@
+// A tile of few rows (decode): K and V stream past once, in place, without being packed.
+//
+// What binds is memory: at 4 rows and head_dim 128 a key and its value are 1 KiB in fp32 and cost
+// about 100 vector instructions. Scores are dot products along the rows of K, four keys at a time;
+// O += P V adds scaled rows of V.
+//
+// Included once per instruction set (see forward_tile.cpp).
+
+HWY_BEFORE_NAMESPACE();
+namespace fovea::cpu::HWY_NAMESPACE {
+
+// Vectors of fp32 from rows of each element type.
+struct LoadF32 {
+  using Element = float;
+  static HWY_INLINE FloatVec load(const Element* from) { return hn::LoadU(FloatTag(), from); }
+};
+
+struct LoadBf16 {
+  using Element = uint16;
+  static HWY_INLINE FloatVec load(const Element* from) {
+    const hn::Rebind<uint16, FloatTag> d16;
+    const hn::Rebind<uint32, FloatTag> d32;
+    return hn::BitCast(FloatTag(), hn::ShiftLeft<16>(hn::PromoteTo(d32, hn::LoadU(d16, from))));
+  }
+};
+
+struct LoadF16 {
+  using Element = hwy::float16_t;
+  static HWY_INLINE FloatVec load(const Element* from) {
+    const hn::Rebind<hwy::float16_t, FloatTag> d16;
+    return hn::PromoteTo(FloatTag(), hn::LoadU(d16, from));
+  }
+};
+
+// to[0..3] = the sums over the lanes of a, b, c and e.
+HWY_INLINE void store_lane_sums(FloatVec a, FloatVec b, FloatVec c, FloatVec e, float* to) {
+#if HWY_TARGET == HWY_SCALAR
+  to[0] = hn::GetLane(a);
+  to[1] = hn::GetLane(b);
+  to[2] = hn::GetLane(c);
+  to[3] = hn::GetLane(e);
+#else
+  const FloatTag d;
+  const hn::Repartition<double, FloatTag> pairs;
+  // Within each 128-bit block: a0+a2 b0+b2 a1+a3 b1+b3, then a b c e.
+  const auto ab =
+      hn::BitCast(pairs, hn::Add(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b)));
+  const auto ce =
+      hn::BitCast(pairs, hn::Add(hn::InterleaveLower(d, c, e), hn::InterleaveUpper(d, c, e)));
+  const FloatVec blocks = hn::Add(hn::BitCast(d, hn::InterleaveLower(pairs, ab, ce)),
+                                  hn::BitCast(d, hn::InterleaveUpper(pairs, ab, ce)));
+  const hn::Full128<float> quad;
+  alignas(64) float lane[static_cast<std::size_t>(lanes)];
+  hn::Store(blocks, d, lane);
+  auto sum = hn::Load(quad, lane);
+  for (int64 i = 4; i < lanes; i += 4) sum = hn::Add(sum, hn::Load(quad, lane + i));
+  hn::StoreU(sum, quad, to);
+#endif
+}
+
+template <class Load, int exp2_degree>
+class StreamedTile : TileRows<exp2_degree> {
+ public:
+  using TileRows<exp2_degree>::TileRows;
+
+  void run(const Partials& partials) {
+    this->start_rows();
+    load_queries();
+    const core::KeyRange all = this->keys();
+    const int64 block = this->config_.block_k;
+    for (int64 first = all.begin / block * block; first < all.end; first += block) {
+      const int64 begin = core::max64(first, all.begin);
+      run_block(begin, core::min64(first + block, all.end) - begin);
+    }
+    this->finish(partials);
+  }
+
+ private:
+  static constexpr int rows_at_once = 4;
+  static constexpr int keys_at_once = 4;
+
+  // Where the rows of K or V of one block of keys lie: scratch.key_rows points at each key's row of
+  // the tile's first head.
+  struct Located {
+    bool in_place;      // elements of the problem's dtype; otherwise padded fp32 rows
+    int64 head_stride;  // elements from one head's row to the next
+  };
+
+  void load_queries() const {
+    const core::Problem& p = this->p_;
+    for (int64 r = 0; r < this->rows_; ++r) {
+      const core::PackedRow at = this->packed(r);
+      float* row = this->scratch_.queries + r * this->scratch_.query_stride;
+      load_row(p.q, p.q.offset(this->sequence_.batch_q, this->sequence_.row_q + at.query, at.head),
+               p.q.stride[3], p.head_dim, row);
+      fill_row(row, p.head_dim, padded_columns(p.head_dim), 0.0f);
+    }
+  }
+
+  void run_block(int64 first_key, int64 count) {
+    const core::Problem& p = this->p_;
+    const core::KeyRange all =
+        core::common_range(p.window, this->sequence_.length_q, this->sequence_.length_k,
+                           this->query(0), this->query(this->rows_per_head_ - 1) + 1);
+    const bool full = all.begin <= first_key && all.end >= first_key + count;
+    ++(full ? this->statistics_.tiles_full : this->statistics_.tiles_partial);
+
+    const Located keys = locate(p.k, p.head_dim, first_key, count, this->scratch_.keys);
+    multiply_queries(keys, count, 0, this->rows_);
+    // Weights past count are zero up to here, so that products may run over whole groups of keys.
+    constexpr int64 step = lanes < keys_at_once ? keys_at_once : lanes;
+    const int64 end = core::ceil_div(count, step) * step;
+    for (int64 r = 0; r < this->rows_; ++r) {
+      this->softmax_row(r, first_key, 0, end,
+                        [&](int64 row) { multiply_queries(keys, count, row, row + 1); });
+    }
+    const bool hides = !full || (this->modifies_ && (p.mask || p.bias));
+    if (hides && any_nonfinite_values(first_key, count)) {
+      for (int64 r = 0; r < this->rows_; ++r) this->add_values_selectively(r, first_key, 0, count);
+      return;
+    }
+    const Located values = locate(p.v, p.head_dim_v, first_key, count, this->scratch_.values);
+    multiply_values(values, count);
+  }
+
+  bool any_nonfinite_values(int64 first_key, int64 count) const {
+    for (core::int32 head = 0; head < this->tile_.head_count; ++head) {
+      if (this->has_nonfinite_values(this->tile_.head_kv + head, first_key, count)) return true;
+    }
+    return false;
+  }
+
+  // Rows that vectors can read where they lie are left there; others are copied to block.
+  Located locate(const core::View& view, int64 columns, int64 first_key, int64 count,
+                 float* block) const {
+    const KeyRows rows = this->key_rows(view, this->tile_.head_kv);
+    const bool in_place = view.stride[3] == 1 && columns % lanes == 0;
+    const bool paged = this->p_.is_paged();
+    const int64 stride = padded_columns(columns);
+    const int64 first = paged || count == 0 ? 0 : rows.offset(first_key);
+    const void** to = this->scratch_.key_rows;
+    for (int64 key = 0; key < count; ++key) {
+      const int64 offset = paged ? rows.offset(first_key + key) : first + key * view.stride[1];
+      if (in_place) {
+        to[key] = static_cast<const char*>(view.data) + offset * core::size_bytes(view.dtype);
+        continue;
+      }
+      to[key] = block;
+      for (int64 head = 0; head < this->tile_.head_count; ++head, block += stride) {
+        load_row(view, offset + head * view.stride[2], view.stride[3], columns, block);
+        fill_row(block, columns, stride, 0.0f);
+      }
+    }
+    for (int64 key = count; key % keys_at_once != 0; ++key) to[key] = to[count - 1];
+    return {in_place, in_place ? view.stride[2] : stride};
+  }
+
+  // Calls body.operator()<rows>(first row) for the rows [begin, end) of one head, a few at a time.
+  template <class Body>
+  static void for_rows(int64 begin, int64 end, const Body& body) {
+    for (int64 r = begin; r < end; r += rows_at_once) {
+      switch (core::min64(rows_at_once, end - r)) {
+        case 1: body.template operator()<1>(r); break;
+        case 2: body.template operator()<2>(r); break;
+        case 3: body.template operator()<3>(r); break;
+        default: body.template operator()<4>(r); break;
+      }
+    }
+  }
+
+  // S = Q K^T for rows [row_begin, row_end). Keys outside, heads inside: where the heads of a key
+  // lie side by side, memory is read in its own order.
+  void multiply_queries(Located keys, int64 count, int64 row_begin, int64 row_end) const {
+    keys.in_place ? multiply_queries_as<Load>(keys, count, row_begin, row_end)
+                  : multiply_queries_as<LoadF32>(keys, count, row_begin, row_end);
+  }
+
+  template <class Loader>
+  void multiply_queries_as(Located keys, int64 count, int64 row_begin, int64 row_end) const {
+    const int64 per_head = this->rows_per_head_;
+    for (int64 key = 0; key < count; key += keys_at_once) {
+      for (int64 head = row_begin / per_head; head * per_head < row_end; ++head) {
+        for_rows(core::max64(row_begin, head * per_head),
+                 core::min64(row_end, (head + 1) * per_head), [&]<int rows>(int64 row) {
+                   multiply_four_keys<rows, Loader>(row, key, head * keys.head_stride);
+                 });
+      }
+    }
+  }
+
+  template <int rows, class Loader>
+  HWY_INLINE void multiply_four_keys(int64 row, int64 key, int64 head_offset) const {
+    const FloatTag d;
+    const TileScratch& s = this->scratch_;
+    const float* queries = s.queries + row * s.query_stride;
+    const auto k = four_rows<Loader>(key, head_offset);
+    FloatVec sum[rows][keys_at_once];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 4
+      for (int j = 0; j < keys_at_once; ++j) sum[r][j] = hn::Zero(d);
+    }
+    const int64 columns = padded_columns(this->p_.head_dim);
+    for (int64 i = 0; i < columns; i += lanes) {
+      FloatVec column[keys_at_once];
+#pragma GCC unroll 4
+      for (int j = 0; j < keys_at_once; ++j) column[j] = Loader::load(k[j] + i);
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; ++r) {
+        const FloatVec q = hn::Load(d, queries + r * s.query_stride + i);
+#pragma GCC unroll 4
+        for (int j = 0; j < keys_at_once; ++j) sum[r][j] = hn::MulAdd(q, column[j], sum[r][j]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+      store_lane_sums(sum[r][0], sum[r][1], sum[r][2], sum[r][3],
+                      s.scores + (row + r) * s.score_stride + key);
+    }
+  }
+
+  template <class Loader>
+  std::array<const typename Loader::Element*, keys_at_once> four_rows(int64 key,
+                                                                      int64 offset) const {
+    std::array<const typename Loader::Element*, keys_at_once> rows;
+    for (std::size_t j = 0; j < keys_at_once; ++j) {
+      rows[j] = static_cast<const typename Loader::Element*>(
+                    this->scratch_.key_rows[key + static_cast<int64>(j)]) +
+                offset;
+    }
+    return rows;
+  }
+
+  // O += P V, in the same order.
+  void multiply_values(Located values, int64 count) const {
+    values.in_place ? multiply_values_as<Load>(values, count)
+                    : multiply_values_as<LoadF32>(values, count);
+  }
+
+  template <class Loader>
+  void multiply_values_as(Located values, int64 count) const {
+    const int64 per_head = this->rows_per_head_;
+    for (int64 key = 0; key < count; key += keys_at_once) {
+      for (int64 head = 0; head < this->tile_.head_count; ++head) {
+        for_rows(head * per_head, (head + 1) * per_head, [&]<int rows>(int64 row) {
+          add_four_values<rows, Loader>(row, key, head * values.head_stride);
+        });
+      }
+    }
+  }
+
+  template <int rows, class Loader>
+  HWY_INLINE void add_four_values(int64 row, int64 key, int64 head_offset) const {
+    const FloatTag d;
+    const TileScratch& s = this->scratch_;
+    const auto v = four_rows<Loader>(key, head_offset);
+    FloatVec weight[rows][keys_at_once];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 4
+      for (int j = 0; j < keys_at_once; ++j) {
+        weight[r][j] = hn::Set(d, s.scores[(row + r) * s.score_stride + key + j]);
+      }
+    }
+    float* out = s.out + row * s.out_stride;
+    const int64 columns = padded_columns(this->p_.head_dim_v);
+    for (int64 i = 0; i < columns; i += lanes) {
+      FloatVec value[keys_at_once];
+#pragma GCC unroll 4
+      for (int j = 0; j < keys_at_once; ++j) value[j] = Loader::load(v[j] + i);
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; ++r) {
+        FloatVec sum = hn::Load(d, out + r * s.out_stride + i);
+#pragma GCC unroll 4
+        for (int j = 0; j < keys_at_once; ++j) sum = hn::MulAdd(weight[r][j], value[j], sum);
+        hn::Store(sum, d, out + r * s.out_stride + i);
+      }
+    }
+  }
+};
+
+}  // namespace fovea::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
