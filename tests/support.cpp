@@ -86,6 +86,16 @@ HostTensor HostTensor::slice(int dimension, Index begin, Index count) const {
   return part;
 }
 
+HostTensor HostTensor::reversed(int dimension) const {
+  HostTensor result = *this;
+  const auto i = static_cast<std::size_t>(dimension);
+  const Index last = std::max<Index>(view_.shape[i] - 1, 0);
+  result.view_.data =
+      static_cast<std::byte*>(view_.data) + last * view_.stride[i] * bytes_of(view_.dtype);
+  result.view_.stride[i] = -view_.stride[i];
+  return result;
+}
+
 std::vector<double> HostTensor::values() const {
   std::vector<double> result;
   result.reserve(static_cast<std::size_t>(size()));

@@ -5,6 +5,7 @@
 // convicts a writer. Elements that a test does not set stay NaN, too, outputs among them.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -49,8 +50,9 @@ class HostTensor {
     for_each([&](Index a, Index b, Index c, Index d) { set(a, b, c, d, function(a, b, c, d)); });
   }
 
-  // Part of a dimension; shares the buffer.
+  // Part of a dimension, and a dimension backwards; both share the buffer.
   [[nodiscard]] HostTensor slice(int dimension, Index begin, Index count) const;
+  [[nodiscard]] HostTensor reversed(int dimension) const;
 
   // All elements in row-major order of the shape.
   [[nodiscard]] std::vector<double> values() const;
