@@ -150,13 +150,13 @@ Extents check_lengths(const Problem& problem) {
   }
   if (is_given(keys.cu_seqlens)) {
     require(static_cast<std::int64_t>(keys.cu_seqlens.size()) == extents.batch + 1,
-            "cu_seqlens_k has ", keys.cu_seqlens.size(), " entries but there are ", extents.batch,
-            " query sequences; it must have ", extents.batch + 1);
+            "cu_seqlens_k has ", keys.cu_seqlens.size(),
+            " entries but the number of query sequences is ", extents.batch, "; it must have ",
+            extents.batch + 1);
   } else {
     require(problem.k.shape[0] == extents.batch, "k holds ", problem.k.shape[0],
-            " sequences but there are ", extents.batch,
-            " query sequences; the first extent of k must equal the batch, unless cu_seqlens_k or",
-            " block_table is given");
+            " sequences (its first extent) but the number of query sequences is ", extents.batch,
+            "; they must be equal, unless cu_seqlens_k or block_table is given");
   }
   extents.seqlen_k = check_rows(keys, extents.batch);
   return extents;

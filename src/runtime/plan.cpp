@@ -44,11 +44,61 @@ std::vector<std::string> gpu_supports(const core::Problem&) {
   return {"this build has no GPU kernels"};
 }
 
+void configure_cpu(Plan::Choice& choice, const Options& options) {
+  choice.cpu = cpu::configure_forward(choice.problem, options.threads, policy_of(options.softmax));
+  choice.workspace_bytes = choice.cpu.workspace_bytes;
+}
+
+void run_cpu(const Plan::Choice& choice, const core::Problem& problem, std::byte* workspace,
+             Statistics& statistics) {
+  cpu::ForwardStatistics counts;
+  cpu::forward(problem, choice.cpu, workspace, counts);
+  statistics.tiles_full = counts.tiles_full;
+  statistics.tiles_partial = counts.tiles_partial;
+  statistics.rescales = counts.rescales;
+  statistics.repairs = counts.repairs;
+  statistics.recomputed_tiles = counts.recomputed_tiles;
+  statistics.splits = counts.splits;
+}
+
+std::string explain_splits(const core::Problem& problem, core::int64 splits) {
+  if (problem.num_splits == 0) {
+    return splits == 1 ? "1"
+                       : text(splits, ", because the queries alone do not occupy the threads");
+  }
+  return splits == problem.num_splits
+             ? text(splits, ", as asked for")
+             : text(splits, " of the ", problem.num_splits,
+                    " asked for, as a part holds at least one tile of keys");
+}
+
+std::string explain_cpu(const Plan::Choice& choice) {
+  const cpu::ForwardConfig& config = choice.cpu;
+  const core::int32 group = choice.problem.group_size();
+  const char* keys = config.few_rows
+                         ? "read once as they lie, since packing does not pay for so few rows"
+                         : "packed tile by tile, for all rows of a tile to share";
+  return text(
+      "device     cpu, ", cpu::instruction_set(), ", ", config.threads,
+      config.threads == 1 ? " thread\n" : " threads\n",                                     //
+      "tiles      ", config.block_q, " rows (queries of ", group,                           //
+      group == 1 ? " head) x " : " heads that share a key/value head) x ", config.block_k,  //
+      " keys\n",                                                                            //
+      "keys       ", keys, "\n",                                                            //
+      "splits     ", explain_splits(choice.problem, config.splits), "\n",                   //
+      "products   ", config.bf16_products ? "bf16 dot-product instructions\n" : "fp32\n",   //
+      "softmax    ", name_of(config.softmax), "\n",                                         //
+      "workspace  ", choice.workspace_bytes, " bytes, of which ", config.thread_workspace_bytes,
+      " per thread\n");
+}
+
+constexpr Engine cpu_engine{configure_cpu, run_cpu, explain_cpu};
+
 constexpr std::array<Candidate, 4> all_candidates{{
-    {Device::cuda, gpu_supports, true},
-    {Device::cpu, cpu_supports, true},
-    {Device::emulated_sm90a, gpu_supports, false},
-    {Device::emulated_sm100a, gpu_supports, false},
+    {Device::cuda, gpu_supports, nullptr, true},
+    {Device::cpu, cpu_supports, &cpu_engine, true},
+    {Device::emulated_sm90a, gpu_supports, nullptr, false},
+    {Device::emulated_sm100a, gpu_supports, nullptr, false},
 }};
 
 std::string joined(const std::vector<std::string>& reasons) {
@@ -69,17 +119,18 @@ void check_options(const Options& options) {
 // No device that was asked for computes the problem: say why, and which one does.
 [[noreturn]] void refuse(Device asked, const std::vector<Refusal>& refusals,
                          const std::vector<Device>& able) {
-  std::string message = asked == Device::automatic
-                            ? "no device computes this problem"
-                            : text("device ", name(asked), " does not compute this problem");
-  const char* separator = ": ";
-  for (const Refusal& refusal : refusals) {
-    if (asked == Device::automatic) {
-      message += text(separator, name(refusal.device), " because ", refusal.reasons);
-    } else if (refusal.device == asked) {
-      message += separator + refusal.reasons;
+  std::string message;
+  if (asked == Device::automatic) {
+    message = "no device computes this problem";
+    const char* separator = ": not ";
+    for (const Refusal& refusal : refusals) {
+      message += text(separator, name(refusal.device), " (", refusal.reasons, ")");
+      separator = ", not ";
     }
-    separator = ", ";
+  }
+  for (const Refusal& refusal : refusals) {
+    if (refusal.device != asked) continue;
+    message = text("device ", name(asked), " does not compute this problem: ", refusal.reasons);
   }
   for (const Device device : able) message += text("; device ", name(device), " does");
   throw Unsupported(message);
@@ -95,6 +146,7 @@ void choose_device(const Options& options, Plan::Choice& choice) {
     const bool wanted = automatic ? candidate.is_automatic : candidate.device == options.device;
     if (reasons.empty() && wanted && !chosen) {
       choice.device = candidate.device;
+      choice.engine = candidate.engine;
       chosen = true;
     } else if (!reasons.empty()) {
       choice.refusals.push_back({candidate.device, joined(reasons)});
@@ -169,43 +221,9 @@ void check_workspace(const Problem& problem, std::span<std::byte> workspace, std
   }
 }
 
-std::string explain_cpu(const Plan::Choice& choice) {
-  const cpu::ForwardConfig& config = choice.cpu;
-  const core::Problem& problem = choice.problem;
-  return text("device     cpu, ", cpu::instruction_set(), ", ", config.threads,
-              config.threads == 1 ? " thread" : " threads", "\n",  //
-              "tiles      ", config.block_q, " rows (queries of ", problem.group_size(),
-              problem.group_size() == 1 ? " head) x " : " heads that share a key/value head) x ",
-              config.block_k, " keys\n",  //
-              "keys       ",
-              config.few_rows ? "streamed once, unpacked, because few queries share them"
-                              : "packed tile by tile, because many queries share them",
-              "\n",  //
-              "splits     ", config.splits,
-              config.splits == 1        ? ""
-              : problem.num_splits != 0 ? ", as asked for"
-                                        : ", because the queries alone do not occupy the threads",
-              "\n",  //
-              "products   ", config.bf16_products ? "bf16 dot-product instructions" : "fp32", "\n",
-              "softmax    ", name_of(config.softmax), "\n",  //
-              "workspace  ", choice.workspace_bytes, " bytes, of which ",
-              config.thread_workspace_bytes, " per thread\n");
-}
-
 const Plan::Choice& checked(const std::shared_ptr<const Plan::Choice>& choice) {
   require(choice != nullptr, "the plan is empty, as a moved-from one is; use one from plan()");
   return *choice;
-}
-
-Statistics to_public(const cpu::ForwardStatistics& counts) {
-  Statistics statistics;
-  statistics.tiles_full = counts.tiles_full;
-  statistics.tiles_partial = counts.tiles_partial;
-  statistics.rescales = counts.rescales;
-  statistics.repairs = counts.repairs;
-  statistics.recomputed_tiles = counts.recomputed_tiles;
-  statistics.splits = counts.splits;
-  return statistics;
 }
 
 }  // namespace
@@ -237,7 +255,7 @@ Device Plan::device() const { return checked(choice_).device; }
 
 std::string Plan::explain() const {
   const Choice& choice = checked(choice_);
-  std::string result = explain_cpu(choice);
+  std::string result = choice.engine->explain(choice);
   for (const Refusal& refusal : choice.refusals) {
     result += text("not ", name(refusal.device), ": ", refusal.reasons, "\n");
   }
@@ -253,9 +271,9 @@ void Plan::run(const Problem& problem, std::span<std::byte> workspace,
   // The bounds that the configuration was made for.
   validated.seqlen_q = choice.problem.seqlen_q;
   validated.seqlen_k = choice.problem.seqlen_k;
-  cpu::ForwardStatistics counts;
-  cpu::forward(validated, choice.cpu, workspace.data(), counts);
-  if (statistics != nullptr) *statistics = to_public(counts);
+  Statistics counts;
+  choice.engine->run(choice, validated, workspace.data(), counts);
+  if (statistics != nullptr) *statistics = counts;
 }
 
 Plan plan(const Problem& problem, const Options& options) {
@@ -266,9 +284,7 @@ Plan plan(const Problem& problem, const Options& options) {
     choice->signature[i] = problem.*arguments[i].tensor;
   }
   choose_device(options, *choice);
-  choice->cpu =
-      cpu::configure_forward(choice->problem, options.threads, policy_of(options.softmax));
-  choice->workspace_bytes = choice->cpu.workspace_bytes;
+  choice->engine->configure(*choice, options);
   return Plan(std::move(choice));
 }
 

@@ -14,11 +14,20 @@
 
 namespace fovea {
 
+// What computes on a device. configure() completes a choice whose problem and device are set.
+struct Engine {
+  void (*configure)(Plan::Choice& choice, const Options& options);
+  void (*run)(const Plan::Choice& choice, const core::Problem& problem, std::byte* workspace,
+              Statistics& statistics);  // allocates nothing, throws nothing but DeviceError
+  std::string (*explain)(const Plan::Choice& choice);
+};
+
 // A device that might compute a problem. supports() gives the reasons why it cannot, as clauses
-// that say what would help; none means that it can.
+// that say what would help; none means that it can. One that never can has no engine.
 struct Candidate {
   Device device;
   std::vector<std::string> (*supports)(const core::Problem& problem);
+  const Engine* engine;
   bool is_automatic;  // may be chosen without being asked for
 };
 
@@ -32,7 +41,8 @@ struct Refusal {
 };
 
 struct Plan::Choice {
-  Device device = Device::cpu;
+  Device device = Device::automatic;
+  const Engine* engine = nullptr;
   core::Problem problem;                           // as planned; its pointers are not used
   std::array<Tensor, arguments.size()> signature;  // shapes and dtypes as planned
   cpu::ForwardConfig cpu;
