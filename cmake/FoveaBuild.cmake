@@ -38,29 +38,43 @@ if(FOVEA_SANITIZE)
   add_link_options(-fsanitize=${FOVEA_SANITIZE})
 endif()
 
-# fovea_include_tree(<name> [DIRECTORY <folder>] [FILES <file>...])
+# fovea_include_tree(<name> [FILES <file>...])
 #
-# Sets <name>_INCLUDE_DIR to a directory that holds <name>/ and nothing else: a link to this folder,
-# or links to the named files of it only (DIRECTORY where the folder is called otherwise). It is the
-# whole reason why `#include "core/mask.h"` compiles in a target that links fovea_core and fails in
-# one that does not.
+# Sets <name>_INCLUDE_DIR to a directory that holds a link to the current folder and nothing else, or
+# that folder with links to the named files only. It is the whole reason why `#include "core/mask.h"`
+# compiles in a target that links fovea_core and fails in one that does not.
 function(fovea_include_tree name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "DIRECTORY" "FILES")
-  if(NOT arg_DIRECTORY)
-    set(arg_DIRECTORY ${name})
-  endif()
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "FILES")
+  get_filename_component(folder ${CMAKE_CURRENT_SOURCE_DIR} NAME)
   set(tree ${PROJECT_BINARY_DIR}/include-${name})
   if(arg_FILES)
-    file(MAKE_DIRECTORY ${tree}/${arg_DIRECTORY})
+    file(MAKE_DIRECTORY ${tree}/${folder})
     foreach(file IN LISTS arg_FILES)
-      file(CREATE_LINK ${PROJECT_SOURCE_DIR}/src/${arg_DIRECTORY}/${file}
-           ${tree}/${arg_DIRECTORY}/${file} SYMBOLIC)
+      file(CREATE_LINK ${CMAKE_CURRENT_SOURCE_DIR}/${file} ${tree}/${folder}/${file} SYMBOLIC)
     endforeach()
   else()
     file(MAKE_DIRECTORY ${tree})
-    file(CREATE_LINK ${PROJECT_SOURCE_DIR}/src/${arg_DIRECTORY} ${tree}/${arg_DIRECTORY} SYMBOLIC)
+    file(CREATE_LINK ${CMAKE_CURRENT_SOURCE_DIR} ${tree}/${folder} SYMBOLIC)
   endif()
   set(${name}_INCLUDE_DIR ${tree} PARENT_SCOPE)
+endfunction()
+
+# fovea_embed(<target> <function> ROOT <dir> FILES <file>...)
+#
+# Adds to <target> a generated source that defines fovea::device::<function>(): the text of FILES,
+# each named by its path from ROOT (cmake/device_files.h declares the type).
+function(fovea_embed target function)
+  cmake_parse_arguments(PARSE_ARGV 2 arg "" "ROOT" "FILES")
+  set(output ${CMAKE_CURRENT_BINARY_DIR}/${target}_${function}.cpp)
+  set(script ${PROJECT_SOURCE_DIR}/cmake/embed.cmake)
+  add_custom_command(
+    OUTPUT ${output}
+    COMMAND ${CMAKE_COMMAND} -D ROOT=${arg_ROOT} -D FUNCTION=${function} -D OUTPUT=${output} -D
+            "FILES=${arg_FILES}" -P ${script}
+    DEPENDS ${arg_FILES} ${script}
+    COMMENT "Embedding kernel text: ${function}"
+    VERBATIM)
+  target_sources(${target} PRIVATE ${output})
 endfunction()
 
 # fovea_layer(<name> [LINKS <target>...] [PRIVATE_LINKS <target>...])

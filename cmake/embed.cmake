@@ -1,6 +1,8 @@
-# cmake -D ROOT=<dir> -D FILES=<a;b;...> -D OUTPUT=<file.cpp> -P embed.cmake
+# cmake -D ROOT=<dir> -D FILES=<a;b;...> -D FUNCTION=<name> -D OUTPUT=<file.cpp> -P embed.cmake
 #
-# Writes a C++ file that defines fovea::device::files(): the bytes of FILES, named relative to ROOT.
+# Writes a C++ file that defines fovea::device::<FUNCTION>(): the bytes of FILES, named relative to
+# ROOT. fovea_embed() in FoveaBuild.cmake calls it.
+#
 # Bytes as numbers, since a string literal would need escapes and has a length limit.
 
 list(SORT FILES)
@@ -22,10 +24,10 @@ foreach(file IN LISTS FILES)
 endforeach()
 
 if(count EQUAL 0)
-  set(body "std::span<const File> files() { return {}; }\n")
+  set(body "std::span<const File> ${FUNCTION}() { return {}; }\n")
 else()
   set(body "namespace {\n\n${arrays}\nconst File table[] = {\n${table}};\n\n}  // namespace\n\n")
-  string(APPEND body "std::span<const File> files() { return table; }\n")
+  string(APPEND body "std::span<const File> ${FUNCTION}() { return table; }\n")
 endif()
 file(WRITE ${OUTPUT} "#include \"device/files.h\"\n\nnamespace fovea::device {\n\n${body}\n"
                      "}  // namespace fovea::device\n")
