@@ -208,7 +208,7 @@ Nvrtc::Result Nvrtc::compile(const std::string& text, const std::vector<SourceFi
   if (f.log_size(program, &size) == 0 && size > 1) {
     result.log.resize(size);
     f.log(program, result.log.data());
-    result.log.pop_back();
+    while (!result.log.empty() && result.log.back() == '\0') result.log.pop_back();
   }
   if (status == 0 && format == ImageFormat::ptx) {
     f.ptx_size(program, &size);

@@ -81,11 +81,12 @@ std::string wgmma_name(const WgmmaShape& s) {
   return name;
 }
 
-std::string wgmma_text(const WgmmaShape& s) {
+std::string wgmma_text(const WgmmaShape& s, std::string_view name) {
+  check(s);
   const int count = s.n / 2;  // accumulators per thread
   const int a_places = s.a_in_registers ? 4 : 1;
-  std::string text = "__forceinline__ void " + wgmma_name(s) + "(float (&d)[" +
-                     std::to_string(count) + "], " +
+  std::string text = "__forceinline__ void " + (name.empty() ? wgmma_name(s) : std::string(name)) +
+                     "(float (&d)[" + std::to_string(count) + "], " +
                      (s.a_in_registers ? "const uint32 (&a)[4]" : "uint64 a") +
                      ", uint64 b, bool accumulate) {\n  asm volatile(\"{ .reg .pred p;\\n\"\n";
   text += "\"setp.ne.b32 p, " + place(count + a_places + 1) + ", 0;\\n\"\n";

@@ -25,7 +25,8 @@ struct WgmmaShape {
 // "wgmma_m64n128k16_f32_bf16_ss_kk". Functions below throw std::invalid_argument with one sentence
 // for a shape that the instruction set does not have.
 std::string wgmma_name(const WgmmaShape& shape);
-std::string wgmma_text(const WgmmaShape& shape);
+// A kernel whose configuration decides the shape calls it by a name of its own, given here.
+std::string wgmma_text(const WgmmaShape& shape, std::string_view name = {});
 
 // A tcgen05 product: kind f16 (f16 and bf16) or f8f6f4 (e4m3 and e5m2); types, sizes and majorness
 // are in the instruction descriptor (device/tile.h).
