@@ -1,0 +1,150 @@
+// fovea check: random input, computed and compared with the definition in fp64.
+#include <fmt/format.h>
+
+#include <cstring>
+#include <utility>
+
+#include "tools/accuracy.h"
+#include "tools/console.h"
+#include "tools/cpu_peak.h"
+#include "tools/json_output.h"
+#include "tools/program.h"
+#include "tools/text.h"
+#include "tools/workload.h"
+
+namespace fovea::tools {
+namespace {
+
+constexpr std::int64_t max_page_size = 1 << 20;
+
+// Fills a result with NaN, so that an element that is never written fails the check.
+void poison(const Tensor& tensor) {
+  const std::int64_t count = tensor.shape[0] * tensor.shape[1] * tensor.shape[2] * tensor.shape[3];
+  if (count > 0) {
+    std::memset(tensor.data, 0xff, static_cast<std::size_t>(count) * size_bytes(tensor.dtype));
+  }
+}
+
+Json to_json(const Verdict& verdict) {
+  return {{"max_error", verdict.found.max_error},
+          {"naive_error", verdict.naive.max_error},
+          {"bound", verdict.bound},
+          {"cosine", verdict.found.cosine},
+          {"largest", verdict.found.largest},
+          {"different_specials", verdict.found.different},
+          {"passed", verdict.passed}};
+}
+
+std::string line(std::string_view what, const Verdict& verdict) {
+  std::string text = fmt::format(
+      "{:<4} max error {:.2e}, naive in the same precision {:.2e}, bound {:.2e}, "
+      "cosine {:.9f}\n",
+      what, verdict.found.max_error, verdict.naive.max_error, verdict.bound, verdict.found.cosine);
+  if (verdict.found.different > 0) {
+    text += fmt::format(
+        "{:<4} {} values are infinite or NaN where the definition is not, or the "
+        "reverse\n",
+        "", verdict.found.different);
+  }
+  return text;
+}
+
+class CheckCommand : public Command {
+ public:
+  explicit CheckCommand(CLI::App* app) : Command(app) {
+    add_text_option(
+        *app, "--shape",
+        [this](const std::string& text) {
+          shape_text_ = text;
+          shape_ = parse_shape(text);
+        },
+        "b,hq,hkv,sq,sk,d[,dv]: batch, heads of q and of k and v, lengths, head dimensions")
+        ->type_name("SHAPE")
+        ->required();
+    add_text_option(
+        *app, "--seed", [this](const std::string& text) { seed_ = parse_unsigned("--seed", text); },
+        "Seed of the random input")
+        ->type_name("N");
+    app->add_flag("--ragged", packing_.ragged,
+                  "Packed sequences of random lengths, up to sq and sk (cu_seqlens)")
+        ->disable_flag_override();
+    add_text_option(
+        *app, "--page-size",
+        [this](const std::string& text) {
+          packing_.page_size = parse_integer("--page-size", text, 1, max_page_size);
+        },
+        "K and V in pages of N rows, in random order")
+        ->type_name("N");
+    add_problem_options(*app, options_);
+  }
+
+  int execute() override {
+    JsonOutput json(options_.json);
+    options_.dtype = options_.dtype.value_or(DType::f32);
+    Workload workload = make_workload(shape_, options_, true, packing_, seed_);
+    const Problem& problem = workload.problem;
+    const Plan chosen = plan(problem, options_.run);
+    Progress progress(4, options_.quiet);
+    progress.step("random input");
+    fill_inputs(workload, seed_);
+    poison(problem.out);
+    poison(problem.lse);
+    progress.step("fovea");
+    std::vector<std::byte> workspace(chosen.workspace_bytes());
+    Statistics statistics;
+    chosen.run(problem, workspace, &statistics);
+    progress.step("definition in fp64");
+    const Reference exact = reference(problem, Precision::fp64, options_.run.threads);
+    progress.step("naive in the same precision");
+    const Reference naive = reference(problem, Precision::same, options_.run.threads);
+    progress.clear();
+
+    const Verdict out = judge_out(values_of(problem.out), naive.out, exact.out, problem.q.dtype);
+    const Verdict lse = judge_lse(values_of(problem.lse), naive.lse, exact.lse);
+    const bool passed = out.passed && lse.passed;
+    if (!options_.quiet && !json.on_standard_output()) {
+      fmt::print("{} {} seed {} on {}\n{}{}{}\n", shape_text_, description(), seed_,
+                 fovea::name(chosen.device()), line("out", out), line("LSE", lse),
+                 passed ? "PASS" : "FAIL");
+    }
+    json.write({{"command", "check"},
+                {"shape", shape_text_},
+                {"problem", description()},
+                {"seed", seed_},
+                {"device", fovea::name(chosen.device())},
+                {"out", to_json(out)},
+                {"lse", to_json(lse)},
+                {"statistics",
+                 {{"tiles_full", statistics.tiles_full},
+                  {"tiles_partial", statistics.tiles_partial},
+                  {"rescales", statistics.rescales},
+                  {"repairs", statistics.repairs},
+                  {"recomputed_tiles", statistics.recomputed_tiles},
+                  {"splits", statistics.splits}}},
+                {"passed", passed}});
+    return passed ? exit_good : exit_check_failed;
+  }
+
+ private:
+  [[nodiscard]] std::string description() const {
+    std::string text = describe(options_);
+    if (packing_.ragged) text += " ragged";
+    if (packing_.page_size > 0) text += fmt::format(" page size {}", packing_.page_size);
+    return text;
+  }
+
+  ProblemOptions options_;
+  std::string shape_text_;
+  Shape shape_;
+  Packing packing_;
+  std::uint64_t seed_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<Command> add_check(CLI::App& program) {
+  return std::make_unique<CheckCommand>(program.add_subcommand(
+      "check", "Compare a result on random input with the definition in fp64"));
+}
+
+}  // namespace fovea::tools

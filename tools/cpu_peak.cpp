@@ -1,0 +1,197 @@
+#include "tools/cpu_peak.h"
+
+#include <omp.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+
+#include "tools/workload.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "tools/cpu_peak.cpp"
+#include <hwy/foreach_target.h>
+// foreach_target.h comes first: it includes this file again for each instruction set.
+#include <hwy/highway.h>
+
+HWY_BEFORE_NAMESPACE();
+namespace fovea::tools::HWY_NAMESPACE {
+
+namespace hn = hwy::HWY_NAMESPACE;
+
+// Twelve sums hide a latency of six cycles at two instructions a cycle and leave four of sixteen
+// registers. Returns the operations done.
+double multiply_add(std::int64_t iterations, float* sink) {
+  const hn::ScalableTag<float> tag;
+  const auto a = hn::Set(tag, 1.0f + sink[0] * 1e-3f);
+  const auto b = hn::Set(tag, sink[0] * 1e-3f);
+  auto s0 = hn::Zero(tag), s1 = s0, s2 = s0, s3 = s0, s4 = s0, s5 = s0;
+  auto s6 = s0, s7 = s0, s8 = s0, s9 = s0, s10 = s0, s11 = s0;
+  for (std::int64_t i = 0; i < iterations; ++i) {
+    s0 = hn::MulAdd(a, b, s0);
+    s1 = hn::MulAdd(a, b, s1);
+    s2 = hn::MulAdd(a, b, s2);
+    s3 = hn::MulAdd(a, b, s3);
+    s4 = hn::MulAdd(a, b, s4);
+    s5 = hn::MulAdd(a, b, s5);
+    s6 = hn::MulAdd(a, b, s6);
+    s7 = hn::MulAdd(a, b, s7);
+    s8 = hn::MulAdd(a, b, s8);
+    s9 = hn::MulAdd(a, b, s9);
+    s10 = hn::MulAdd(a, b, s10);
+    s11 = hn::MulAdd(a, b, s11);
+  }
+  const auto left = hn::Add(hn::Add(hn::Add(s0, s1), hn::Add(s2, s3)), hn::Add(s4, s5));
+  const auto right = hn::Add(hn::Add(hn::Add(s6, s7), hn::Add(s8, s9)), hn::Add(s10, s11));
+  sink[1] = hn::GetLane(hn::SumOfLanes(tag, hn::Add(left, right)));
+  return static_cast<double>(iterations) * 12.0 * 2.0 * static_cast<double>(hn::Lanes(tag));
+}
+
+// Reads `count` floats, a multiple of four vectors or fewer are left out.
+float read_all(const float* data, std::int64_t count) {
+  const hn::ScalableTag<float> tag;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(tag));
+  auto s0 = hn::Zero(tag), s1 = s0, s2 = s0, s3 = s0;
+  for (std::int64_t i = 0; i + 4 * lanes <= count; i += 4 * lanes) {
+    s0 = hn::Add(s0, hn::LoadU(tag, data + i));
+    s1 = hn::Add(s1, hn::LoadU(tag, data + i + lanes));
+    s2 = hn::Add(s2, hn::LoadU(tag, data + i + 2 * lanes));
+    s3 = hn::Add(s3, hn::LoadU(tag, data + i + 3 * lanes));
+  }
+  return hn::GetLane(hn::SumOfLanes(tag, hn::Add(hn::Add(s0, s1), hn::Add(s2, s3))));
+}
+
+}  // namespace fovea::tools::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace fovea::tools {
+namespace {
+
+HWY_EXPORT(multiply_add);
+HWY_EXPORT(read_all);
+
+constexpr int rounds = 8;
+constexpr double round_seconds = 0.02;
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx512f,avx512bf16"))) double dot_bf16(std::int64_t iterations,
+                                                              float* sink) {
+  // The instruction takes its operands' bits as they are; moving integers keeps this independent of
+  // how a compiler spells a vector of bf16.
+  const __m512i bits = _mm512_set1_epi32(0x3f803f80);
+  __m512bh a;
+  std::memcpy(&a, &bits, sizeof a);
+  __m512 s[12];
+  for (__m512& sum : s) sum = _mm512_setzero_ps();
+  for (std::int64_t i = 0; i < iterations; ++i) {
+    s[0] = _mm512_dpbf16_ps(s[0], a, a);
+    s[1] = _mm512_dpbf16_ps(s[1], a, a);
+    s[2] = _mm512_dpbf16_ps(s[2], a, a);
+    s[3] = _mm512_dpbf16_ps(s[3], a, a);
+    s[4] = _mm512_dpbf16_ps(s[4], a, a);
+    s[5] = _mm512_dpbf16_ps(s[5], a, a);
+    s[6] = _mm512_dpbf16_ps(s[6], a, a);
+    s[7] = _mm512_dpbf16_ps(s[7], a, a);
+    s[8] = _mm512_dpbf16_ps(s[8], a, a);
+    s[9] = _mm512_dpbf16_ps(s[9], a, a);
+    s[10] = _mm512_dpbf16_ps(s[10], a, a);
+    s[11] = _mm512_dpbf16_ps(s[11], a, a);
+  }
+  __m512 sum = _mm512_setzero_ps();
+  for (const __m512& part : s) sum = _mm512_add_ps(sum, part);
+  sink[1] = _mm512_cvtss_f32(sum);
+  return static_cast<double>(iterations) * 12.0 * 64.0;  // 32 products and 32 additions each
+}
+
+bool has_dot_bf16() {
+  return __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bf16") != 0;
+}
+#else
+double dot_bf16(std::int64_t, float*) { return 0.0; }
+bool has_dot_bf16() { return false; }
+#endif
+
+// Operations per second of `work(iterations, sink)` on all threads at once; the best round.
+template <typename Work>
+double measure_peak(int threads, Work work) {
+  const int team = thread_count(threads);
+  double best = 0.0;
+  std::int64_t iterations = 1 << 14;
+  int round = 0;
+  while (round < rounds) {
+    double operations = 0.0;
+    const double begin = now();
+#pragma omp parallel num_threads(team) reduction(+ : operations)
+    {
+      volatile float start = 0.0f;
+      float sink[2] = {start, 0.0f};
+      operations += work(iterations, sink);
+      start = sink[1];
+    }
+    const double seconds = now() - begin;
+    if (seconds < round_seconds) {
+      iterations *= 2;
+      continue;
+    }
+    best = std::max(best, operations / seconds);
+    ++round;
+  }
+  return best;
+}
+
+}  // namespace
+
+int thread_count(int requested) { return requested > 0 ? requested : omp_get_max_threads(); }
+
+double cold_bytes() {
+  double cache = 32.0 * (1 << 20);
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+  cache = std::max(cache, static_cast<double>(::sysconf(_SC_LEVEL3_CACHE_SIZE)));
+#endif
+  return std::min(8.0 * cache, 2.0 * (1 << 30));
+}
+
+CpuPeaks measure_peaks(int threads) {
+  const auto work = HWY_DYNAMIC_DISPATCH(multiply_add);
+  return {measure_peak(threads, work), has_dot_bf16() ? measure_peak(threads, dot_bf16) : 0.0};
+}
+
+double measure_read_bandwidth(int threads) {
+  const int team = thread_count(threads);
+  const auto count = static_cast<std::int64_t>(cold_bytes()) / 4;
+  const Buffer buffer(static_cast<std::size_t>(count) * sizeof(float));
+  auto* const data = reinterpret_cast<float*>(buffer.data());
+  const auto read = HWY_DYNAMIC_DISPATCH(read_all);
+  double best = 0.0;
+  for (int round = 0; round <= rounds; ++round) {
+    float sum = 0.0f;
+    const double begin = now();
+#pragma omp parallel num_threads(team) reduction(+ : sum)
+    {
+      const std::int64_t thread = omp_get_thread_num();
+      const std::int64_t first = count * thread / omp_get_num_threads();
+      const std::int64_t last = count * (thread + 1) / omp_get_num_threads();
+      // The first round writes, so that every page exists.
+      if (round == 0) std::fill(data + first, data + last, 1.0f);
+      if (round > 0) sum += read(data + first, last - first);
+    }
+    volatile float keep = sum;
+    static_cast<void>(keep);
+    if (round > 0) best = std::max(best, static_cast<double>(count) * 4.0 / (now() - begin));
+  }
+  return best;
+}
+
+}  // namespace fovea::tools
+#endif  // HWY_ONCE

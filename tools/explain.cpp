@@ -1,0 +1,59 @@
+// fovea explain: the configuration that a problem would get, and why.
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "tools/json_output.h"
+#include "tools/program.h"
+#include "tools/workload.h"
+
+namespace fovea::tools {
+namespace {
+
+class ExplainCommand : public Command {
+ public:
+  explicit ExplainCommand(CLI::App* app) : Command(app) {
+    add_text_option(
+        *app, "--shape",
+        [this](const std::string& text) {
+          shape_text_ = text;
+          shape_ = parse_shape(text);
+        },
+        "b,hq,hkv,sq,sk,d[,dv]: batch, heads of q and of k and v, lengths, head dimensions")
+        ->type_name("SHAPE")
+        ->required();
+    add_problem_options(*app, options_);
+  }
+
+  int execute() override {
+    JsonOutput json(options_.json);
+    options_.dtype = options_.dtype.value_or(DType::f32);
+    const Workload workload = make_workload(shape_, options_);
+    const Plan chosen = plan(workload.problem, options_.run);
+    const std::string text = chosen.explain();
+    if (!options_.quiet && !json.on_standard_output()) {
+      fmt::print("{}{}", text, text.ends_with('\n') ? "" : "\n");
+    }
+    json.write({{"command", "explain"},
+                {"shape", shape_text_},
+                {"problem", describe(options_)},
+                {"device", fovea::name(chosen.device())},
+                {"workspace_bytes", chosen.workspace_bytes()},
+                {"explanation", text}});
+    return exit_good;
+  }
+
+ private:
+  ProblemOptions options_;
+  std::string shape_text_;
+  Shape shape_;
+};
+
+}  // namespace
+
+std::unique_ptr<Command> add_explain(CLI::App& program) {
+  return std::make_unique<ExplainCommand>(
+      program.add_subcommand("explain", "Say which configuration a problem gets, and why"));
+}
+
+}  // namespace fovea::tools

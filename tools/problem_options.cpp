@@ -1,0 +1,186 @@
+#include "tools/problem_options.h"
+
+#include <fmt/format.h>
+
+#include <array>
+#include <functional>
+#include <utility>
+
+#include "tools/text.h"
+
+namespace fovea::tools {
+namespace {
+
+constexpr std::int64_t max_extent = 2147483647;  // lengths are 32-bit integers
+constexpr std::int64_t max_threads = 4096;
+constexpr std::int64_t max_splits = 1 << 20;
+constexpr std::size_t value_limit = 40;
+
+template <typename Value, std::size_t count>
+using Names = std::array<std::pair<std::string_view, Value>, count>;
+
+constexpr Names<DType, 5> dtype_names = {{{"f32", DType::f32},
+                                          {"bf16", DType::bf16},
+                                          {"f16", DType::f16},
+                                          {"e4m3", DType::e4m3},
+                                          {"e5m2", DType::e5m2}}};
+constexpr Names<Layout, 2> layout_names = {{{"bshd", Layout::bshd}, {"bhsd", Layout::bhsd}}};
+constexpr Names<Device, 5> device_names = {{{"auto", Device::automatic},
+                                            {"cpu", Device::cpu},
+                                            {"cuda", Device::cuda},
+                                            {"emulated:sm_90a", Device::emulated_sm90a},
+                                            {"emulated:sm_100a", Device::emulated_sm100a}}};
+constexpr Names<Softmax, 4> softmax_names = {{{"auto", Softmax::automatic},
+                                              {"online", Softmax::online},
+                                              {"conditional", Softmax::conditional},
+                                              {"sum_guard", Softmax::sum_guard}}};
+
+template <typename Value, std::size_t count>
+Value parse_name(std::string_view what, std::string_view text, const Names<Value, count>& names) {
+  std::string known;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (names[i].first == text) return names[i].second;
+    known += fmt::format("{}{}", i == 0 ? "" : (i + 1 == count ? " or " : ", "), names[i].first);
+  }
+  throw Error(fmt::format("{} is '{}'; {} is needed", what, printable(text, value_limit), known));
+}
+
+void read_window(std::string_view text, ProblemOptions& options) {
+  const auto parts = split(text, ',');
+  if (parts.size() != 2) {
+    throw Error(
+        fmt::format("--window is '{}'; two integers LEFT,RIGHT are needed, -1 for an "
+                    "unbounded side",
+                    printable(text, value_limit)));
+  }
+  // Which negative values mean something is for the library to say.
+  options.window_left = parse_integer("--window", parts[0], -max_extent, max_extent);
+  options.window_right = parse_integer("--window", parts[1], -max_extent, max_extent);
+}
+
+}  // namespace
+
+CLI::Option* add_text_option(CLI::App& app, const std::string& name,
+                             std::function<void(const std::string&)> read,
+                             const std::string& help) {
+  return app.add_option_function<std::string>(name, read, help);
+}
+
+DType parse_dtype(std::string_view what, std::string_view text) {
+  return parse_name(what, text, dtype_names);
+}
+
+Shape parse_shape(std::string_view text) {
+  const auto parts = split(text, ',');
+  if (parts.size() != 6 && parts.size() != 7) {
+    throw Error(fmt::format("--shape is '{}'; b,hq,hkv,sq,sk,d or b,hq,hkv,sq,sk,d,dv is needed",
+                            printable(text, value_limit)));
+  }
+  std::array<std::int64_t, 7> extents{};
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    extents[i] = parse_integer("an entry of --shape", parts[i], 0, max_extent);
+  }
+  if (parts.size() == 6) extents[6] = extents[5];
+  return {extents[0], extents[1], extents[2], extents[3], extents[4], extents[5], extents[6]};
+}
+
+std::vector<std::int64_t> parse_extents(std::string_view what, std::string_view text) {
+  std::vector<std::int64_t> values;
+  for (const std::string_view part : split(text, ',')) {
+    values.push_back(parse_integer(what, part, 1, max_extent));
+  }
+  return values;
+}
+
+void add_common_options(CLI::App& app, ProblemOptions& options) {
+  add_text_option(
+      app, "--device",
+      [&options](const std::string& text) {
+        options.run.device = parse_name("--device", text, device_names);
+      },
+      "auto, cpu, cuda, emulated:sm_90a or emulated:sm_100a")
+      ->type_name("DEVICE");
+  add_text_option(
+      app, "--threads",
+      [&options](const std::string& text) {
+        options.run.threads = static_cast<int>(parse_integer("--threads", text, 1, max_threads));
+      },
+      "CPU threads; by default all")
+      ->type_name("N");
+  app.add_option("--json", options.json,
+                 "Write the results as JSON to FILE, or - for standard output")
+      ->type_name("FILE");
+  app.add_flag("--quiet", options.quiet, "Print no results and no progress bar")
+      ->disable_flag_override();
+}
+
+void add_problem_options(CLI::App& app, ProblemOptions& options) {
+  const auto text = [&app](const char* flag, const char* type, const char* help,
+                           std::function<void(const std::string&)> read) {
+    add_text_option(app, flag, std::move(read), help)->type_name(type)->group("Problem");
+  };
+  const auto flag = [&app](const char* name, bool& value, const char* help) {
+    app.add_flag(name, value, help)->disable_flag_override()->group("Problem");
+  };
+  ProblemOptions& o = options;
+  text("--dtype", "TYPE", "Precision of q, k and v: f32, bf16, f16, e4m3 or e5m2",
+       [&o](const std::string& t) { o.dtype = parse_dtype("--dtype", t); });
+  text("--layout", "LAYOUT", "Memory order: bshd (batch, seqlen, heads, dim) or bhsd",
+       [&o](const std::string& t) { o.layout = parse_name("--layout", t, layout_names); });
+  flag("--causal", o.causal, "Hide later keys (aligned to the bottom right)");
+  text("--window", "L,R", "Keys to the left and right that a query sees; -1 is unbounded",
+       [&o](const std::string& t) { read_window(t, o); });
+  text("--softcap", "C", "score = C * tanh(score / C)",
+       [&o](const std::string& t) { o.softcap = parse_real("--softcap", t); });
+  text("--scale", "S", "Softmax scale; by default 1 / sqrt(head_dim)",
+       [&o](const std::string& t) { o.scale = parse_real("--scale", t); });
+  flag("--alibi", o.alibi, "ALiBi: lower a score by slope * distance");
+  flag("--sink", o.sink, "One extra logit per head");
+  flag("--deterministic", o.deterministic, "Bitwise equal results from run to run");
+  text("--dropout", "P", "Probability of dropping a weight",
+       [&o](const std::string& t) { o.dropout.probability = parse_real("--dropout", t); });
+  text("--dropout-seed", "N", "Seed of the dropout mask",
+       [&o](const std::string& t) { o.dropout.seed = parse_unsigned("--dropout-seed", t); });
+  text("--splits", "N", "Parts to split the keys into; 0 leaves it to the plan",
+       [&o](const std::string& t) {
+         o.splits = static_cast<std::int32_t>(parse_integer("--splits", t, 0, max_splits));
+       });
+  text("--softmax", "HOW", "Running reference of a row: auto, online, conditional or sum_guard",
+       [&o](const std::string& t) { o.run.softmax = parse_name("--softmax", t, softmax_names); });
+  add_common_options(app, options);
+}
+
+void apply_options(const ProblemOptions& options, Problem& problem) {
+  problem.softmax_scale = options.scale;
+  problem.causal = options.causal;
+  problem.window_left = options.window_left;
+  problem.window_right = options.window_right;
+  problem.softcap = options.softcap;
+  problem.dropout = options.dropout;
+  problem.num_splits = options.splits;
+  problem.deterministic = options.deterministic;
+}
+
+std::string describe(const ProblemOptions& options) {
+  std::string text(options.dtype ? name(*options.dtype) : std::string_view());
+  if (options.layout == Layout::bhsd) text += " bhsd";
+  if (options.causal) text += " causal";
+  if (options.window_left != -1 || options.window_right != -1) {
+    text += fmt::format(" window {},{}", options.window_left, options.window_right);
+  }
+  if (options.softcap != 0.0f) text += fmt::format(" softcap {}", options.softcap);
+  if (options.scale) text += fmt::format(" scale {}", *options.scale);
+  if (options.alibi) text += " alibi";
+  if (options.sink) text += " sink";
+  if (options.deterministic) text += " deterministic";
+  if (options.dropout.probability != 0.0f) {
+    text += fmt::format(" dropout {} (seed {})", options.dropout.probability, options.dropout.seed);
+  }
+  if (options.splits != 0) text += fmt::format(" splits {}", options.splits);
+  if (options.run.softmax != Softmax::automatic) {
+    text += fmt::format(" softmax {}", name(options.run.softmax));
+  }
+  return text.substr(text.starts_with(' ') ? 1 : 0);
+}
+
+}  // namespace fovea::tools
