@@ -27,6 +27,7 @@ struct Tile {
   int32 head_count = 1;  // KV heads from head_kv on
   int64 row_begin = 0;   // packed rows of each of these heads
   int64 row_end = 0;
+  int64 pack_slot = 0;   // where the head's first packed key block is, if K and V are packed ahead
   int32 split = 0;
   int32 cost = 0;  // relative work; sorts the list longest first
 };

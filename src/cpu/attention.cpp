@@ -50,17 +50,36 @@ int64 head_groups(const core::Problem& p, const ForwardConfig& config) {
 
 int64 row_block_count(int64 rows, int64 block_q) { return core::ceil_div(rows, block_q); }
 
-// Rows per tile: as many as let the tile's buffers stay in the second-level cache beside K and V,
-// so that packing them is shared by many rows, but few enough to give every thread several tiles.
-int64 choose_block_q(const core::Problem& p, const ForwardConfig& config) {
+// Rows whose queries, scores and output stay, with K and V, in three eighths of the second-level
+// cache: what streams through beside them takes its share too.
+int64 choose_strip_q(const core::Problem& p, const ForwardConfig& config) {
   const int64 row_bytes =
       4 * (padded(p.head_dim) + padded(p.head_dim_v) + config.block_k + max_lanes);
   const int64 key_bytes = 4 * config.block_k * (padded(p.head_dim) + padded(p.head_dim_v));
-  const int64 budget = static_cast<int64>(second_level_cache_bytes()) * 3 / 4 - key_bytes;
-  int64 block = std::clamp<int64>(budget / row_bytes / 12 * 12, 48, 384);
+  const int64 budget = static_cast<int64>(second_level_cache_bytes()) * 3 / 8 - key_bytes;
+  return std::clamp<int64>(budget / row_bytes / 12 * 12, 48, 384);
+}
+
+// Packing ahead lets tiles share the packs and visits each page of K and V once. It pays where a
+// head has several tiles, and is bounded in memory: sequences pass in waves that fit, and where one
+// sequence does not, every tile packs for itself.
+constexpr int64 most_pack_bytes = int64{32} * 1024 * 1024;
+
+int64 choose_pack_slots(const core::Problem& p, const ForwardConfig& config) {
+  if (config.few_rows || longest_rows(p) <= config.strip_q) return 0;
+  const int64 slot_bytes = 4 * Packs::slot_floats(p, config);
+  const int64 slots_of_sequence = core::ceil_div(p.seqlen_k, config.block_k) * p.heads_kv;
+  if (slots_of_sequence * slot_bytes > most_pack_bytes) return 0;
+  return std::min(most_pack_bytes / slot_bytes, slots_of_sequence * p.batch);
+}
+
+// Rows per tile: several strips, so that many rows share a block of keys on its way through the
+// caches, but few enough to give every thread several tiles.
+int64 choose_block_q(const core::Problem& p, const ForwardConfig& config) {
   const int64 rows = longest_rows(p);
   const int64 sequences = std::max<int64>(1, p.batch * p.heads_kv);
   const int64 tiles_wanted = 8 * config.threads;
+  int64 block = 4 * config.strip_q;
   while (block > 96 && sequences * row_block_count(rows, block) < tiles_wanted) block -= 12;
   return std::max<int64>(1, std::min(block, rows));
 }
@@ -95,10 +114,60 @@ std::size_t partial_bytes(const core::Problem& p, const ForwardConfig& config) {
          align_up(parts * sizeof(float));
 }
 
-// Fills tiles with every row block of every sequence, longest first; returns how many.
-int64 list_tiles(const core::Problem& p, const ForwardConfig& config, core::Tile* tiles) {
+std::size_t pack_bytes(const core::Problem& p, const ForwardConfig& config) {
+  return align_up(static_cast<std::size_t>(config.pack_slots * Packs::slot_floats(p, config)) *
+                  sizeof(float));
+}
+
+int64 key_blocks(const core::Sequence& s, const ForwardConfig& config) {
+  return core::ceil_div(s.length_k, config.block_k);
+}
+
+// Sequences [begin, end) whose packed keys share the slots.
+struct Wave {
+  int64 begin = 0;
+  int64 end = 0;
+};
+
+Wave next_wave(const core::Problem& p, const ForwardConfig& config, int64 begin) {
+  if (config.pack_slots == 0) return {begin, p.batch};
+  int64 slots = 0;
+  int64 end = begin;
+  for (; end < p.batch; ++end) {
+    slots += key_blocks(core::sequence_at(p, end), config) * p.heads_kv;
+    if (slots > config.pack_slots) break;
+  }
+  return {begin, end};
+}
+
+// Packs every key block of the wave that some query sees; thread `thread` of `threads` takes its
+// share. The heads of a block follow each other because they lie on the same pages of memory.
+void pack_wave(const core::Problem& p, const ForwardConfig& config, const Wave& wave, int thread,
+               int threads, const TileScratch& scratch, const Packs& packs) {
+  const int64 slot_floats = Packs::slot_floats(p, config);
+  int64 first_slot = 0;
+  int64 item = 0;
+  for (int64 b = wave.begin; b < wave.end; ++b) {
+    const core::Sequence s = core::sequence_at(p, b);
+    const core::KeyRange seen = core::union_range(p.window, s.length_q, s.length_k, 0, s.length_q);
+    const int64 blocks = key_blocks(s, config);
+    for (int64 block = seen.begin / config.block_k; block * config.block_k < seen.end; ++block) {
+      if (item++ % threads != thread) continue;
+      for (int32 head = 0; head < p.heads_kv; ++head) {
+        pack_block(p, config, b, head, block, scratch.staging,
+                   packs.slots + (first_slot + head * blocks + block) * slot_floats);
+      }
+    }
+    first_slot += blocks * p.heads_kv;
+  }
+}
+
+// Fills tiles with every row block of the wave's sequences, longest first; returns how many.
+int64 list_tiles(const core::Problem& p, const ForwardConfig& config, const Wave& wave,
+                 core::Tile* tiles) {
   int64 count = 0;
-  for (int64 b = 0; b < p.batch; ++b) {
+  int64 first_slot = 0;
+  for (int64 b = wave.begin; b < wave.end; ++b) {
     const core::Sequence s = core::sequence_at(p, b);
     const int64 rows = s.length_q * p.group_size();
     const int64 blocks = row_block_count(rows, config.block_q);
@@ -113,14 +182,16 @@ int64 list_tiles(const core::Problem& p, const ForwardConfig& config, core::Tile
       tile.row_end = range.end;
       tile.cost = static_cast<int32>(std::min<int64>(work / 64, 0x7fffffff));
       for (int32 head = 0; head < p.heads_kv; head += config.heads_per_tile) {
+        tile.head_kv = head;
         tile.head_count = std::min(config.heads_per_tile, p.heads_kv - head);
+        tile.pack_slot = first_slot + head * key_blocks(s, config);
         for (int32 split = 0; split < config.splits; ++split) {
-          tile.head_kv = head;
           tile.split = split;
           tiles[count++] = tile;
         }
       }
     }
+    first_slot += key_blocks(s, config) * p.heads_kv;
   }
   // Ties keep the order of memory: neighbouring row blocks share K and V.
   std::sort(tiles, tiles + count, [](const core::Tile& a, const core::Tile& b) {
@@ -207,13 +278,17 @@ ForwardConfig configure_forward(const core::Problem& problem, int threads,
   config.threads = threads > 0 ? threads : omp_get_max_threads();
   config.softmax = softmax;
   config.bf16_products = problem.q.dtype == core::DType::bf16 && has_bf16_products();
-  config.block_k = 128;
+  // Both packs of a block stay within the second-level cache.
+  config.block_k = problem.head_dim + problem.head_dim_v > 512 ? 64 : 128;
   config.few_rows = longest_rows(problem) <= most_streamed_rows;
   if (config.few_rows) {
     config.block_k = 64;
     config.heads_per_tile = choose_heads_per_tile(problem);
   }
+  config.strip_q = choose_strip_q(problem, config);
+  config.pack_slots = choose_pack_slots(problem, config);
   config.block_q = choose_block_q(problem, config);
+  config.strip_q = std::min(config.strip_q, config.block_q);
   config.splits = choose_splits(problem, config);
   config.tile_capacity = tile_capacity(problem, config);
   TileScratch scratch;
@@ -221,7 +296,7 @@ ForwardConfig configure_forward(const core::Problem& problem, int threads,
   config.workspace_bytes =
       alignment_bytes +
       align_up(static_cast<std::size_t>(config.tile_capacity) * sizeof(core::Tile)) +
-      partial_bytes(problem, config) +
+      partial_bytes(problem, config) + pack_bytes(problem, config) +
       config.thread_workspace_bytes * static_cast<std::size_t>(config.threads);
   return config;
 }
@@ -240,19 +315,35 @@ void forward(const core::Problem& problem, const ForwardConfig& config, std::byt
     partials.lse = partials.out + parts * partials.out_columns;
     at += partial_bytes(problem, config);
   }
-  const int64 count = list_tiles(problem, config, tiles);
+  Packs packs;
+  packs.slots = reinterpret_cast<float*>(at);
+  at += pack_bytes(problem, config);
   statistics = {};
   statistics.splits = config.splits;
+  Wave wave;
+  int64 count = 0;
 #pragma omp parallel num_threads(config.threads)
   {
+    const int thread = omp_get_thread_num();
     TileScratch scratch;
-    std::byte* base =
-        at + config.thread_workspace_bytes * static_cast<std::size_t>(omp_get_thread_num());
-    layout_scratch(problem, config, base, scratch);
+    layout_scratch(problem, config,
+                   at + config.thread_workspace_bytes * static_cast<std::size_t>(thread), scratch);
     ForwardStatistics own;
+    while (wave.end < problem.batch) {
+#pragma omp barrier
+#pragma omp single
+      {
+        wave = next_wave(problem, config, wave.end);
+        count = list_tiles(problem, config, wave, tiles);
+      }
+      if (config.pack_slots > 0) {
+        pack_wave(problem, config, wave, thread, omp_get_num_threads(), scratch, packs);
+#pragma omp barrier
+      }
 #pragma omp for schedule(dynamic, 1)
-    for (int64 i = 0; i < count; ++i) {
-      forward_tile(problem, config, tiles[i], scratch, partials, own);
+      for (int64 i = 0; i < count; ++i) {
+        forward_tile(problem, config, tiles[i], scratch, packs, partials, own);
+      }
     }
     if (config.splits > 1) {
       for (int64 b = 0; b < problem.batch; ++b) {

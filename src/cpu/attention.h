@@ -13,13 +13,15 @@ namespace fovea::cpu {
 struct ForwardConfig {
   int threads = 1;
   core::SoftmaxPolicy softmax = core::SoftmaxPolicy::sum_guard;
-  bool few_rows = false;                   // decode: stream K and V once, without packing them
-  bool bf16_products = false;              // both products through bf16 dot-product instructions
-  core::int64 block_q = 0;                 // packed query rows per tile and KV head, at most
-  core::int32 heads_per_tile = 1;          // KV heads; more than one only with few rows
-  core::int64 block_k = 0;                 // keys per tile
-  core::int64 splits = 1;                  // parts of the key range (split-KV)
-  core::int64 tile_capacity = 0;           // upper bound on the number of tiles
+  bool few_rows = false;           // decode: stream K and V once, without packing them
+  bool bf16_products = false;      // both products through bf16 dot-product instructions
+  core::int64 block_q = 0;         // packed query rows per tile and KV head, at most
+  core::int64 strip_q = 0;         // of these, rows whose scores are in flight at once
+  core::int32 heads_per_tile = 1;  // KV heads; more than one only with few rows
+  core::int64 block_k = 0;         // keys per tile
+  core::int64 splits = 1;          // parts of the key range (split-KV)
+  core::int64 pack_slots = 0;     // key blocks packed ahead and shared by tiles; 0: each tile packs
+  core::int64 tile_capacity = 0;  // upper bound on the number of tiles
   std::size_t thread_workspace_bytes = 0;  // scratch of one thread
   std::size_t workspace_bytes = 0;         // of the whole call
 };

@@ -1,13 +1,14 @@
 // One tile of the forward pass: a block of packed query rows against its keys, block after block.
 //
 //   for each block of keys:
-//     pack K, V                              (product-inl.h; shared by all rows of the tile)
-//     S = Q K^T       per panel of keys, per block of kernel_rows rows that sees it
-//     P = softmax(S)  per row, in place      (softmax-inl.h)
-//     O += P V        per panel of columns, per block of rows
+//     pack K, V (product-inl.h), unless they were packed ahead for all tiles
+//     for each strip of rows, so many that Q, S, O and the packs stay in the second-level cache:
+//       S = Q K^T       per panel of keys, per block of kernel_rows rows that sees it
+//       P = softmax(S)  per row, in place      (softmax-inl.h)
+//       O += P V        per panel of columns, per block of rows
 //
 // Cycle budget on a core with one 512-bit FMA per cycle, per row and 16 keys at head_dim 128: 128
-// for each product, about 12 for the exponentials, about 2 for packing at 192 rows.
+// for each product, about 12 for the exponentials, about 2 for packing at 768 rows.
 // With few rows (decode) K and V are not worth packing: stream-inl.h reads them in place.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/forward_tile.cpp"
@@ -17,6 +18,7 @@
   (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 #include "cpu/forward_tile.h"
 
+#include <hwy/cache_control.h>
 #include <hwy/foreach_target.h>
 #include <hwy/highway.h>
 
@@ -42,12 +44,18 @@
 namespace fovea::cpu {
 
 HWY_EXPORT(run_tile);
+HWY_EXPORT(run_pack);
 HWY_EXPORT(target_name);
 
 void forward_tile(const core::Problem& problem, const ForwardConfig& config, const core::Tile& tile,
-                  const TileScratch& scratch, const Partials& partials,
+                  const TileScratch& scratch, const Packs& packs, const Partials& partials,
                   ForwardStatistics& statistics) {
-  HWY_DYNAMIC_DISPATCH(run_tile)(problem, config, tile, scratch, partials, statistics);
+  HWY_DYNAMIC_DISPATCH(run_tile)(problem, config, tile, scratch, packs, partials, statistics);
+}
+
+void pack_block(const core::Problem& problem, const ForwardConfig& config, core::int64 batch,
+                core::int32 head_kv, core::int64 block, float* staging, float* slot) {
+  HWY_DYNAMIC_DISPATCH(run_pack)(problem, config, batch, head_kv, block, staging, slot);
 }
 
 bool has_bf16_products() {
@@ -80,17 +88,20 @@ std::size_t layout_scratch(const core::Problem& problem, const ForwardConfig& co
     return reinterpret_cast<float*>(take(count, sizeof(float)));
   };
   const core::int64 rows = config.block_q * config.heads_per_tile;
+  const core::int64 strip = config.strip_q * config.heads_per_tile;
   scratch.query_stride = padded(problem.head_dim);
   scratch.score_stride = config.block_k + max_lanes;
   scratch.out_stride = padded(problem.head_dim_v);
   scratch.queries = floats(rows * scratch.query_stride);
-  scratch.scores = floats(rows * scratch.score_stride);
+  scratch.scores = floats(strip * scratch.score_stride);
   scratch.out = floats(rows * scratch.out_stride);
   scratch.sums = floats(rows * max_lanes);
   scratch.reference = floats(rows);
-  scratch.visible = reinterpret_cast<core::KeyRange*>(take(rows, sizeof(core::KeyRange)));
-  scratch.keys = floats(config.block_k * config.heads_per_tile * scratch.query_stride);
-  scratch.values = floats(config.block_k * config.heads_per_tile * scratch.out_stride);
+  scratch.visible = reinterpret_cast<core::KeyRange*>(take(strip, sizeof(core::KeyRange)));
+  if (config.pack_slots == 0) {
+    scratch.keys = floats(config.block_k * config.heads_per_tile * scratch.query_stride);
+    scratch.values = floats(config.block_k * config.heads_per_tile * scratch.out_stride);
+  }
   scratch.staging = floats(core::max64(4 * scratch.query_stride, 2 * scratch.out_stride));
   scratch.key_rows = reinterpret_cast<const void**>(take(config.block_k, sizeof(void*)));
   return offset;

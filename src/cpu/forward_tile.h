@@ -26,7 +26,7 @@ struct TileScratch {
   float* out = nullptr;               // [block_q][out_stride]
   float* sums = nullptr;              // [block_q][max_lanes]
   float* reference = nullptr;         // [block_q]
-  core::KeyRange* visible = nullptr;  // [block_q]: tile keys seen by a block of rows
+  core::KeyRange* visible = nullptr;  // [strip_q]: tile keys seen by a block of rows
   float* keys = nullptr;              // packed K
   float* values = nullptr;            // packed V
   float* staging = nullptr;           // rows on their way into the packs
@@ -45,8 +45,24 @@ struct Partials {
   core::int64 out_columns = 0;
 };
 
+// K and V packed ahead of the tiles, a slot for each (sequence, head, key block).
+struct Packs {
+  float* slots = nullptr;  // [pack_slots][slot_floats]: the keys, then the values
+
+  static core::int64 key_floats(const core::Problem& problem, const ForwardConfig& config) {
+    return config.block_k * padded(problem.head_dim);
+  }
+  static core::int64 slot_floats(const core::Problem& problem, const ForwardConfig& config) {
+    return key_floats(problem, config) + config.block_k * padded(problem.head_dim_v);
+  }
+};
+
+// Packs one block of keys of one head into its slot. `staging` is that of a TileScratch.
+void pack_block(const core::Problem& problem, const ForwardConfig& config, core::int64 batch,
+                core::int32 head_kv, core::int64 block, float* staging, float* slot);
+
 void forward_tile(const core::Problem& problem, const ForwardConfig& config, const core::Tile& tile,
-                  const TileScratch& scratch, const Partials& partials,
+                  const TileScratch& scratch, const Packs& packs, const Partials& partials,
                   ForwardStatistics& statistics);
 
 // Index of a packed row among all rows of the problem, for Partials.

@@ -6,9 +6,9 @@ namespace fovea::cpu::HWY_NAMESPACE {
 
 // The exponential is as precise as the dtype needs: degree 4 is 2.9e-6 relative.
 inline void run_tile(const core::Problem& problem, const ForwardConfig& config,
-                     const core::Tile& tile, const TileScratch& scratch, const Partials& partials,
-                     ForwardStatistics& statistics) {
-  const auto run = [&](auto&& rows) { rows.run(partials); };
+                     const core::Tile& tile, const TileScratch& scratch, const Packs& packs,
+                     const Partials& partials, ForwardStatistics& statistics) {
+  const auto run = [&](auto&& rows) { rows.run(packs, partials); };
   if (config.few_rows) {
     switch (problem.q.dtype) {
       case core::DType::bf16:
@@ -27,6 +27,22 @@ inline void run_tile(const core::Problem& problem, const ForwardConfig& config,
     return run(PackedTile<Float32Products, 6>(problem, config, tile, scratch, statistics));
   }
   return run(PackedTile<Float32Products, 4>(problem, config, tile, scratch, statistics));
+}
+
+inline void run_pack(const core::Problem& problem, const ForwardConfig& config, int64 batch,
+                     core::int32 head_kv, int64 block, float* staging, float* slot) {
+  const core::Sequence sequence = core::sequence_at(problem, batch);
+  const int64 first_key = block * config.block_k;
+  const int64 count = core::min64(config.block_k, sequence.length_k - first_key);
+  const KeyRows keys{problem, problem.k, sequence, batch, head_kv};
+  const KeyRows values{problem, problem.v, sequence, batch, head_kv};
+  float* const packed_values = slot + Packs::key_floats(problem, config);
+#if HWY_TARGET == HWY_AVX3
+  if (config.bf16_products) {
+    return pack<Bf16Products>(keys, values, first_key, count, staging, slot, packed_values);
+  }
+#endif
+  pack<Float32Products>(keys, values, first_key, count, staging, slot, packed_values);
 }
 
 inline const char* target_name() { return hwy::TargetName(HWY_TARGET); }

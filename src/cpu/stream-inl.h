@@ -63,7 +63,7 @@ class StreamedTile : TileRows<exp2_degree> {
  public:
   using TileRows<exp2_degree>::TileRows;
 
-  void run(const Partials& partials) {
+  void run(const Packs&, const Partials& partials) {
     this->start_rows();
     load_queries();
     const core::KeyRange all = this->keys();

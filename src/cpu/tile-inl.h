@@ -48,9 +48,12 @@ class TileRows {
   }
 
   RowMemory memory(int64 row) const {
-    return {scratch_.scores + row * scratch_.score_stride, scratch_.sums + row * max_lanes,
-            scratch_.reference + row, scratch_.out + row * scratch_.out_stride,
-            padded_columns(p_.head_dim_v)};
+    return {scores(row), scratch_.sums + row * max_lanes, scratch_.reference + row,
+            scratch_.out + row * scratch_.out_stride, padded_columns(p_.head_dim_v)};
+  }
+
+  float* scores(int64 row) const {
+    return scratch_.scores + (row - strip_begin_) * scratch_.score_stride;
   }
 
   void start_rows() const {
@@ -183,6 +186,7 @@ class TileRows {
   const int64 rows_;
   const bool modifies_;
   const float scale_log2_;
+  int64 strip_begin_ = 0;  // first row whose scores are in scratch_.scores
 
  private:
   // Modifies the visible scores and hides the others.
@@ -203,11 +207,38 @@ class TileRows {
                   static_cast<std::size_t>(p_.head_dim_v) * sizeof(float));
       return;
     }
-    for (int64 i = 0; i < p_.head_dim_v; ++i) {
+    int64 i = 0;
+    if (p_.out.dtype == core::DType::bf16 && stride == 1) {
+      // Adding half of the last kept unit, less one where that unit is even, rounds to nearest
+      // even.
+      const FloatTag d;
+      const hn::RebindToUnsigned<FloatTag> d32;
+      const hn::Rebind<uint16, FloatTag> d16;
+      auto* to = static_cast<uint16*>(p_.out.data) + offset;
+      for (; i + lanes <= p_.head_dim_v; i += lanes) {
+        const FloatVec x = hn::Load(d, row + i);
+        if (!hn::AllTrue(d, hn::Eq(x, x))) break;  // NaN: one by one
+        const auto bits = hn::BitCast(d32, x);
+        const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(d32, 1));
+        const auto rounded = hn::Add(hn::Add(bits, hn::Set(d32, 0x7fff)), odd);
+        hn::StoreU(hn::TruncateTo(d16, hn::ShiftRight<16>(rounded)), d16, to + i);
+      }
+    }
+    for (; i < p_.head_dim_v; ++i) {
       core::store_element(p_.out.data, p_.out.dtype, offset + i * stride, row[i]);
     }
   }
 };
+
+template <class Products>
+void pack(const KeyRows& keys, const KeyRows& values, int64 first_key, int64 count, float* staging,
+          float* packed_keys, float* packed_values) {
+  using Element = typename Products::Element;
+  Products::pack_keys(keys, first_key, count, keys.problem.head_dim, staging,
+                      reinterpret_cast<Element*>(packed_keys));
+  Products::pack_values(values, first_key, count, values.problem.head_dim_v, staging,
+                        reinterpret_cast<Element*>(packed_values));
+}
 
 // A tile whose K and V are packed: many rows.
 template <class Products, int exp2_degree>
@@ -216,23 +247,24 @@ class PackedTile : TileRows<exp2_degree> {
   using TileRows<exp2_degree>::TileRows;
   using Element = typename Products::Element;
 
-  void run(const Partials& partials) {
+  void run(const Packs& packs, const Partials& partials) {
     this->start_rows();
     load_queries();
     const core::KeyRange all = this->keys();
-    const int64 block = this->config_.block_k;
-    for (int64 first = all.begin / block * block; first < all.end; first += block) {
-      const int64 begin = core::max64(first, all.begin);
-      run_block(begin, core::min64(first + block, all.end) - begin);
+    const int64 block_k = this->config_.block_k;
+    for (int64 block = all.begin / block_k; block * block_k < all.end; ++block) {
+      run_block(packs, block);
     }
     this->finish(partials);
   }
 
  private:
-  // A block of kernel_rows rows and the tile keys that any of them sees, on vector bounds.
-  int64 row_blocks() const { return core::ceil_div(this->rows_, kernel_rows); }
+  // The rows of the strip in blocks of at most kernel_rows.
+  int64 row_blocks() const { return core::ceil_div(strip_end_ - this->strip_begin_, kernel_rows); }
   core::RowBlock row_block(int64 index) const {
-    return core::row_block(this->rows_, row_blocks(), index);
+    const core::RowBlock block =
+        core::row_block(strip_end_ - this->strip_begin_, row_blocks(), index);
+    return {this->strip_begin_ + block.begin, this->strip_begin_ + block.end};
   }
 
   void load_queries() const {
@@ -246,21 +278,38 @@ class PackedTile : TileRows<exp2_degree> {
     }
   }
 
-  // Keys [first_key, first_key + count), count <= block_k.
-  void run_block(int64 first_key, int64 count) {
+  void run_block(const Packs& packs, int64 block) {
     const core::Problem& p = this->p_;
-    const TileScratch& s = this->scratch_;
-    auto* keys = reinterpret_cast<Element*>(s.keys);
-    auto* values = reinterpret_cast<Element*>(s.values);
-    Products::pack_keys(this->key_rows(p.k, this->tile_.head_kv), first_key, count, p.head_dim,
-                        s.staging, keys);
-    Products::pack_values(this->key_rows(p.v, this->tile_.head_kv), first_key, count, p.head_dim_v,
-                          s.staging, values);
+    const ForwardConfig& c = this->config_;
+    const int64 first_key = block * c.block_k;
+    const int64 count = core::min64(c.block_k, this->sequence_.length_k - first_key);
+    next_key_ = first_key + count;
+    float* keys = this->scratch_.keys;
+    float* values = this->scratch_.values;
+    if (c.pack_slots > 0) {
+      keys = packs.slots + (this->tile_.pack_slot + block) * Packs::slot_floats(p, c);
+      values = keys + Packs::key_floats(p, c);
+    } else {
+      pack<Products>(this->key_rows(p.k, this->tile_.head_kv),
+                     this->key_rows(p.v, this->tile_.head_kv), first_key, count,
+                     this->scratch_.staging, keys, values);
+    }
+    const int64 strips = core::ceil_div(this->rows_, this->config_.strip_q);
+    for (int64 strip = 0; strip < strips; ++strip) {
+      const core::RowBlock rows = core::row_block(this->rows_, strips, strip);
+      this->strip_begin_ = rows.begin;
+      strip_end_ = rows.end;
+      run_strip(first_key, count, reinterpret_cast<const Element*>(keys),
+                reinterpret_cast<const Element*>(values));
+    }
+  }
+
+  void run_strip(int64 first_key, int64 count, const Element* keys, const Element* values) {
     const bool partial = find_visible(first_key, count);
     multiply_queries(count, keys);
     for (int64 b = 0; b < row_blocks(); ++b) {
       const core::RowBlock rows = row_block(b);
-      const core::KeyRange seen = s.visible[b];
+      const core::KeyRange seen = this->scratch_.visible[b];
       if (seen.empty()) continue;
       for (int64 r = rows.begin; r < rows.end; ++r) {
         this->softmax_row(r, first_key, seen.begin, seen.end,
@@ -315,29 +364,39 @@ class PackedTile : TileRows<exp2_degree> {
             .accumulate = false};
   }
 
+  // Called beside each of the 2 * panels * row_blocks() products of a block: fetches the next
+  // block's rows of one of K and V, spread evenly.
+  void prefetch_next(const core::View& view, int64 columns, int64 product, int64 products) const {
+    if (this->config_.pack_slots > 0) return;
+    const KeyRows rows = this->key_rows(view, this->tile_.head_kv);
+    const core::RowBlock share = core::row_block(this->config_.block_k, products, product);
+    for (int64 i = share.begin; i < share.end; ++i) prefetch_row(rows, next_key_ + i, columns);
+  }
+
   void multiply_queries(int64 count, const Element* keys) const {
     const TileScratch& s = this->scratch_;
     const int64 depth = depth_of_queries();
+    const int64 products = core::ceil_div(count, panel_width) * row_blocks();
+    int64 product = 0;
     for (int64 key = 0; key < count; key += panel_width) {
       for (int64 b = 0; b < row_blocks(); ++b) {
+        prefetch_next(this->p_.k, this->p_.head_dim, product++, products);
         const core::KeyRange seen = s.visible[b];
         if (seen.begin >= key + panel_width || seen.end <= key) continue;
         const core::RowBlock rows = row_block(b);
-        Products::multiply(rows.end - rows.begin, panel_vectors,
-                           query_arguments(rows.begin, keys + key * depth,
-                                           s.scores + rows.begin * s.score_stride + key));
+        Products::multiply(
+            rows.end - rows.begin, panel_vectors,
+            query_arguments(rows.begin, keys + key * depth, this->scores(rows.begin) + key));
       }
     }
   }
 
   // One row's products again, for the guard.
   void multiply_row(int64 row, core::KeyRange seen, const Element* keys) const {
-    const TileScratch& s = this->scratch_;
     const int64 depth = depth_of_queries();
     for (int64 key = seen.begin / panel_width * panel_width; key < seen.end; key += panel_width) {
-      Products::multiply(
-          1, panel_vectors,
-          query_arguments(row, keys + key * depth, s.scores + row * s.score_stride + key));
+      Products::multiply(1, panel_vectors,
+                         query_arguments(row, keys + key * depth, this->scores(row) + key));
     }
   }
 
@@ -346,7 +405,7 @@ class PackedTile : TileRows<exp2_degree> {
     const core::RowBlock rows = row_block(b);
     const core::KeyRange seen = s.visible[b];
     for (int64 r = rows.begin; r < rows.end; ++r) {
-      Products::convert_weights(s.scores + r * s.score_stride, seen.begin, seen.end);
+      Products::convert_weights(this->scores(r), seen.begin, seen.end);
     }
   }
 
@@ -355,14 +414,16 @@ class PackedTile : TileRows<exp2_degree> {
     constexpr int64 multiple = Products::depth_multiple;
     const int64 depth = core::ceil_div(count, multiple) * multiple;
     const int64 columns = padded_columns(this->p_.head_dim_v);
+    const int64 products = core::ceil_div(columns, panel_width) * row_blocks();
+    int64 product = 0;
     for (int64 column = 0; column < columns; column += panel_width) {
       const int64 width = core::min64(panel_width, columns - column);
       for (int64 b = 0; b < row_blocks(); ++b) {
+        prefetch_next(this->p_.v, this->p_.head_dim_v, product++, products);
         const core::KeyRange seen = s.visible[b];
         if (seen.empty()) continue;
         const core::RowBlock rows = row_block(b);
-        const auto* weights =
-            reinterpret_cast<const Element*>(s.scores + rows.begin * s.score_stride);
+        const auto* weights = reinterpret_cast<const Element*>(this->scores(rows.begin));
         Products::multiply(rows.end - rows.begin, width / lanes,
                            {.a = weights + seen.begin,
                             .a_stride = s.score_stride * elements_per_float,
@@ -374,6 +435,9 @@ class PackedTile : TileRows<exp2_degree> {
       }
     }
   }
+
+  int64 next_key_ = 0;  // first key of the block after this one
+  int64 strip_end_ = 0;
 
   void add_values_row_by_row(int64 first_key) const {
     for (int64 b = 0; b < row_blocks(); ++b) {
