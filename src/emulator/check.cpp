@@ -1,0 +1,564 @@
+#include "check.h"
+
+#include <algorithm>
+
+#include "execute.h"
+
+namespace fovea::emulator {
+namespace {
+
+constexpr u32 kTickMask = (1u << kTickBits) - 1;
+
+std::string agent_text(const Cluster& cluster, u32 agent) {
+  const ClusterCheck& check = cluster.check;
+  const u32 rank = agent / check.agents_per_cta, index = agent % check.agents_per_cta;
+  std::string text = index < check.warps ? "warp " + std::to_string(index)
+                                         : std::string("an asynchronous operation");
+  if (cluster.ctas.size() > 1) text += " of CTA " + std::to_string(rank);
+  return text;
+}
+
+void report(const AccessView& view, FaultKind kind, const std::string& sentence) {
+  const bool async = std::string_view(view.agent_name) != "warp";
+  view.launch->fault(kind, view.cta, view.warp, view.lane, view.inst,
+                     async ? std::string(view.agent_name) + " of warp " + std::to_string(view.warp)
+                           : "warp " + std::to_string(view.warp),
+                     sentence);
+}
+
+const char* verb(Access access) {
+  return access == Access::read ? "reads" : access == Access::write ? "writes" : "updates";
+}
+
+// ---- one cell against one access
+
+struct Conflict {
+  FaultKind kind = FaultKind::none;
+  u32 epoch = 0;
+  bool with_write = false;
+};
+
+bool before(const AccessView& view, u32 epoch, ClockPart part) {
+  return view.clock->at(part, epoch >> kTickBits) >= (epoch & kTickMask);
+}
+
+Conflict against_write(const AccessView& view, const Cell& cell, Access access, ClockPart part) {
+  const u32 agent = cell.write >> kTickBits;
+  if (agent == view.agent) return {};
+  if (access == Access::atomic && (cell.flags & kAtomicWrite) != 0) return {};
+  if (!before(view, cell.write, part)) return {FaultKind::race, cell.write, true};
+  const bool crosses = view.async && (cell.flags & kAsyncWrite) == 0 && part == kOrdered;
+  if (crosses && !before(view, cell.write, kProxied)) {
+    return {FaultKind::missing_proxy_fence, cell.write, true};
+  }
+  return {};
+}
+
+Conflict against_reads(const AccessView& view, const Cell& cell, ClockPart part) {
+  for (const u32 epoch : cell.reads) {
+    if (epoch == 0 || epoch >> kTickBits == view.agent) continue;
+    if (!before(view, epoch, part)) return {FaultKind::race, epoch, false};
+  }
+  return {};
+}
+
+void record_read(const AccessView& view, Cell& cell, ClockPart part) {
+  const u32 mine = epoch_of(view.agent, view.tick);
+  u32* free_slot = nullptr;
+  for (u32& epoch : cell.reads) {
+    if (epoch == mine) return;
+    if (epoch == 0 || epoch >> kTickBits == view.agent || before(view, epoch, part)) {
+      if (free_slot == nullptr || (epoch != 0 && epoch >> kTickBits == view.agent)) free_slot = &epoch;
+    }
+  }
+  if (free_slot == nullptr) free_slot = &cell.reads[view.agent % 3];
+  *free_slot = mine;
+}
+
+void record_write(const AccessView& view, Cell& cell, Access access, u8 bytes) {
+  cell.write = epoch_of(view.agent, view.tick);
+  cell.reads = {};
+  cell.write_line = view.inst->line;
+  cell.written_bytes = bytes;
+  cell.defined_bytes |= bytes;
+  cell.flags = static_cast<u8>((view.async ? kAsyncWrite : 0) |
+                               (access == Access::atomic ? kAtomicWrite : 0));
+}
+
+void report_conflict(const AccessView& view, const Conflict& conflict, const std::string& where,
+                     Access access, int line) {
+  const std::string other = agent_text(*view.cluster, conflict.epoch >> kTickBits);
+  if (conflict.kind == FaultKind::missing_proxy_fence) {
+    report(view, conflict.kind,
+           std::string(verb(access)) + " " + where + " through the async proxy after " + other +
+               " wrote it with ordinary stores (line " + std::to_string(line) +
+               ") and no fence.proxy.async lies between.");
+    return;
+  }
+  report(view, FaultKind::race,
+         std::string(verb(access)) + " " + where + ", which " + other +
+             (conflict.with_write ? " writes (line " + std::to_string(line) + ")" : " reads") +
+             ", and nothing orders the two.");
+}
+
+}  // namespace
+
+void Clock::join(const Clock& other, u32 parts) {
+  if (other.ticks_.empty()) return;
+  if (ticks_.empty()) resize(other.agents_);
+  const std::size_t n = std::size_t{parts} * agents_;
+  u32* mine = ticks_.data();
+  const u32* theirs = other.ticks_.data();
+  for (std::size_t i = 0; i < n; ++i) mine[i] = mine[i] < theirs[i] ? theirs[i] : mine[i];
+}
+
+void Clock::join_part(ClockPart to, const Clock& other, ClockPart from) {
+  for (u32 i = 0; i < agents_; ++i) raise(to, i, other.at(from, i));
+}
+
+void check_start_cluster(Cluster& cluster) {
+  ClusterCheck& check = cluster.check;
+  check.on = true;
+  check.warps = cluster.launch->warps;
+  check.agents_per_cta = check.warps + kAsyncSlots;
+  // Agent 0 tick 0 is the empty epoch, so ticks start at 1.
+  check.agents = check.agents_per_cta * static_cast<u32>(cluster.ctas.size());
+  check.ticks.assign(check.agents, 1);
+  check.next_slot.assign(cluster.ctas.size(), 0);
+  for (auto& cta : cluster.ctas) {
+    cta->shadow.cells.assign((cta->shared.size() + 3) / 4, Cell{});
+    check.tensor.emplace_back(std::size_t{cluster.launch->machine->chip.tensor_columns} * 8);
+    for (auto& warp : cta->warps) check_start_warp(*warp);
+  }
+}
+
+void check_start_warp(Warp& warp) {
+  const ClusterCheck& check = warp.cluster->check;
+  warp.agent = warp.cta->rank * check.agents_per_cta + warp.index;
+  warp.check.clock.resize(check.agents);
+  warp.check.clock.raise(kOrdered, warp.agent, 1);
+  const std::size_t n = warp.program->registers.size();
+  warp.check.defined.assign(n, 0);
+  warp.check.in_flight.assign(n, 0);
+  warp.check.written.assign(n, 0);
+  warp.sequence = 1;
+}
+
+AccessView view_of(Warp& warp, const Inst& inst, int lane) {
+  AccessView view;
+  view.launch = warp.launch;
+  view.cluster = warp.cluster;
+  view.cta = warp.cta;
+  view.warp = static_cast<int>(warp.index);
+  view.lane = lane;
+  view.inst = &inst;
+  view.clock = &warp.check.clock;
+  view.known = &warp.check.known;
+  view.agent = warp.agent;
+  view.tick = warp.check.clock.at(kOrdered, warp.agent);
+  return view;
+}
+
+// ---- registers
+
+namespace {
+
+std::string register_text(const Warp& warp, i32 vreg) {
+  const Function& entry = *warp.program->entry;
+  const Register& reg = warp.program->registers[static_cast<std::size_t>(vreg)];
+  (void)entry;
+  // "%r<73>" declares a range: the number is the distance from its first register.
+  i32 first = vreg;
+  while (first > 0 &&
+         warp.program->registers[static_cast<std::size_t>(first - 1)].name.data() == reg.name.data()) {
+    --first;
+  }
+  return std::string(reg.name) + std::to_string(vreg - first);
+}
+
+void fault_register(Warp& warp, const Inst& inst, i32 vreg, bool flying, bool writing) {
+  const std::string name = register_text(warp, vreg);
+  if (flying) {
+    warp.fault(FaultKind::in_flight, inst, -1,
+               std::string(writing ? "writes" : "reads") + " register " + name +
+                   " while an asynchronous operation that uses it has not been waited for.");
+    return;
+  }
+  const u32 missing = warp.active & ~warp.check.defined[static_cast<std::size_t>(vreg)];
+  warp.fault(FaultKind::uninitialised, inst, std::countr_zero(missing),
+             "uses register " + name + ", which was never given a value in lanes " + hex(missing) +
+                 ".");
+}
+
+}  // namespace
+
+void check_registers_before(Warp& warp, const Inst& inst) {
+  const OperandRef* o = warp.operands(inst);
+  WarpCheck& check = warp.check;
+  if (inst.guard >= 0) {
+    const auto v = static_cast<std::size_t>(inst.guard_vreg);
+    if ((warp.active & ~check.defined[v]) != 0) fault_register(warp, inst, inst.guard_vreg, false, false);
+  }
+  const u32 outputs = inst.outputs;
+  if (!inst.late) {
+    for (u32 i = 0; i < outputs; ++i) {
+      if (o[i].vreg >= 0 && check.in_flight[static_cast<std::size_t>(o[i].vreg)] != 0) {
+        fault_register(warp, inst, o[i].vreg, true, true);
+      }
+    }
+  }
+  for (u32 i = outputs; i < outputs + inst.inputs; ++i) {
+    const i32 vreg = o[i].vreg;
+    if (vreg < 0) continue;
+    const auto v = static_cast<std::size_t>(vreg);
+    if (check.in_flight[v] != 0 && !inst.late) fault_register(warp, inst, vreg, true, false);
+    if (!inst.pure && (warp.active & ~check.defined[v]) != 0 && check.in_flight[v] == 0) {
+      fault_register(warp, inst, vreg, false, false);
+    }
+  }
+}
+
+void check_registers_after(Warp& warp, const Inst& inst) {
+  if (inst.late) return;
+  const OperandRef* o = warp.operands(inst);
+  WarpCheck& check = warp.check;
+  u32 defined = warp.active;
+  u64 written = warp.sequence;
+  if (inst.pure) {
+    for (u32 i = inst.outputs; i < static_cast<u32>(inst.outputs) + inst.inputs; ++i) {
+      if (o[i].vreg >= 0) defined &= check.defined[static_cast<std::size_t>(o[i].vreg)];
+    }
+    if (inst.copy && o[1].vreg >= 0) written = check.written[static_cast<std::size_t>(o[1].vreg)];
+  }
+  for (u32 i = 0; i < inst.outputs; ++i) {
+    if (o[i].vreg < 0) continue;
+    const auto v = static_cast<std::size_t>(o[i].vreg);
+    check.defined[v] = (check.defined[v] & ~warp.active) | defined;
+    check.written[v] = written;
+  }
+}
+
+void check_mark_flight(Warp& warp, const OperandRef& operand, u32 flight) {
+  if (operand.vreg < 0) return;
+  u32& state = warp.check.in_flight[static_cast<std::size_t>(operand.vreg)];
+  if (state == flight) return;
+  state = flight;
+  warp.check.flights[flight].push_back(operand.vreg);
+}
+
+void check_land_flight(Warp& warp, u32 flight) {
+  const auto it = warp.check.flights.find(flight);
+  if (it == warp.check.flights.end()) return;
+  for (const i32 vreg : it->second) {
+    const auto v = static_cast<std::size_t>(vreg);
+    warp.check.defined[v] = ~0u;
+    if (warp.check.in_flight[v] == flight) warp.check.in_flight[v] = 0;
+  }
+  warp.check.flights.erase(it);
+}
+
+// ---- shared memory
+
+void check_shared(const AccessView& view, Cta& target, u32 offset, u32 bytes, Access access) {
+  u32 write_ok = 0;
+  std::array<u32, 3> reads_ok{};
+  const u32 last = (offset + bytes - 1) / 4;
+  for (u32 word = offset / 4; word <= last; ++word) {
+    Cell& cell = target.shadow.cells[word];
+    u8 mask = 15;
+    if (word == offset / 4) mask = static_cast<u8>(mask & (15u << (offset % 4)));
+    if (word == last) mask = static_cast<u8>(mask & (15u >> (3 - (offset + bytes - 1) % 4)));
+    Conflict conflict;
+    if (cell.write != 0 && cell.write != write_ok && (cell.written_bytes & mask) != 0) {
+      conflict = against_write(view, cell, access, kOrdered);
+      if (conflict.kind == FaultKind::none) write_ok = cell.write;
+    }
+    if (access != Access::read && conflict.kind == FaultKind::none && cell.reads != reads_ok) {
+      conflict = against_reads(view, cell, kOrdered);
+      if (conflict.kind == FaultKind::none) reads_ok = cell.reads;
+    }
+    const std::string where = conflict.kind == FaultKind::none
+                                  ? std::string()
+                                  : "shared memory at " + hex(word * 4) +
+                                        (target.rank != view.cta->rank
+                                             ? " of CTA " + std::to_string(target.rank)
+                                             : std::string());
+    if (conflict.kind != FaultKind::none) {
+      report_conflict(view, conflict, where, access, cell.write_line);
+    }
+    if (access != Access::write && (cell.defined_bytes & mask) != mask) {
+      report(view, FaultKind::uninitialised,
+             "reads shared memory at " + hex(word * 4) + ", which was never written.");
+      cell.defined_bytes = 15;
+    }
+    if (access == Access::read) record_read(view, cell, kOrdered);
+    else record_write(view, cell, access, mask);
+  }
+}
+
+void check_forget_shared(Cta& target, u32 offset, u32 bytes) {
+  for (u32 word = offset / 4; word < (offset + bytes + 3) / 4; ++word) {
+    target.shadow.cells[word] = Cell{};
+  }
+}
+
+// ---- tensor memory
+
+void check_tensor(const AccessView& view, Cta& target, u32 column, u32 columns, u32 lane, u32 lanes,
+                  Access access, u32 chain) {
+  std::vector<Cell>& cells = view.cluster->check.tensor[target.rank];
+  for (u32 c = column; c < column + columns; ++c) {
+    for (u32 part = lane / 16; part < (lane + lanes + 15) / 16; ++part) {
+      Cell& cell = cells[std::size_t{c} * 8 + part];
+      Conflict conflict;
+      const bool in_pipeline = chain != 0 && cell.chain == chain;
+      if (cell.write != 0 && !in_pipeline) conflict = against_write(view, cell, access, kTensor);
+      if (access != Access::read && conflict.kind == FaultKind::none && !in_pipeline) {
+        conflict = against_reads(view, cell, kTensor);
+      }
+      if (conflict.kind != FaultKind::none) {
+        report_conflict(view, conflict,
+                        "tensor memory column " + std::to_string(c) + " lanes " +
+                            std::to_string(part * 16) + "-" + std::to_string(part * 16 + 15),
+                        access, cell.write_line);
+      }
+      if (access != Access::write && cell.defined_bytes == 0) {
+        report(view, FaultKind::uninitialised,
+               "reads tensor memory column " + std::to_string(c) + ", which was never written.");
+        cell.defined_bytes = 15;
+      }
+      if (access == Access::read) {
+        record_read(view, cell, kTensor);
+      } else {
+        record_write(view, cell, Access::write, 15);
+        cell.chain = chain;
+      }
+    }
+  }
+}
+
+// ---- global memory
+
+namespace {
+
+GlobalCell& global_cell(const Launch& launch, Allocation& allocation, u64 offset) {
+  if (allocation.shadow == nullptr) allocation.shadow = std::make_unique<GlobalShadow>();
+  GlobalShadow& shadow = *allocation.shadow;
+  if (shadow.launch != launch.serial) {
+    shadow.pages.clear();
+    shadow.pages.resize(allocation.bytes / kShadowPageBytes + 1);
+    shadow.launch = launch.serial;
+  }
+  auto& page = shadow.pages[offset / kShadowPageBytes];
+  if (page == nullptr) {
+    page = std::make_unique<std::array<GlobalCell, kShadowPageBytes / 4>>();
+  }
+  return (*page)[offset % kShadowPageBytes / 4];
+}
+
+bool ordered_global(const AccessView& view, u32 epoch, u32 cluster, u32 time) {
+  if (cluster == static_cast<u32>(view.cluster->serial)) {
+    return epoch >> kTickBits == view.agent || before(view, epoch, kOrdered);
+  }
+  const auto it = view.known->find(cluster);
+  return it != view.known->end() && it->second >= time;
+}
+
+std::string global_agent(const AccessView& view, u32 epoch, u32 cluster) {
+  if (cluster == static_cast<u32>(view.cluster->serial)) {
+    return agent_text(*view.cluster, epoch >> kTickBits);
+  }
+  return "another cluster (number " + std::to_string(cluster - 1) + ")";
+}
+
+void report_global(const AccessView& view, u64 address, Access access, const std::string& other,
+                   bool write, int line) {
+  report(view, FaultKind::race,
+         std::string(verb(access)) + " global memory at " + hex(address) + ", which " + other +
+             (write ? " writes (line " + std::to_string(line) + ")" : std::string(" reads")) +
+             ", and nothing orders the two.");
+}
+
+void check_global_word(const AccessView& view, GlobalCell& cell, u64 address, u8 mask,
+                       Access access) {
+  const u32 mine = static_cast<u32>(view.cluster->serial);
+  const bool both_atomic = access == Access::atomic && (cell.flags & kAtomicWrite) != 0;
+  if (cell.write != 0 && (cell.written_bytes & mask) != 0 && !both_atomic) {
+    if (!ordered_global(view, cell.write, cell.write_cluster, cell.write_time)) {
+      report_global(view, address, access, global_agent(view, cell.write, cell.write_cluster), true,
+                    cell.write_line);
+    } else if (view.async && (cell.flags & kAsyncWrite) == 0 && cell.write_cluster == mine &&
+               !before(view, cell.write, kProxied)) {
+      report(view, FaultKind::missing_proxy_fence,
+             std::string(verb(access)) + " global memory at " + hex(address) +
+                 " through the async proxy after ordinary stores (line " +
+                 std::to_string(cell.write_line) + ") without fence.proxy.async between.");
+    }
+  }
+  if (access != Access::read && cell.read != 0 &&
+      !(access == Access::atomic && (cell.flags & kAtomicWrite) != 0) &&
+      !ordered_global(view, cell.read, cell.read_cluster, cell.read_time)) {
+    report_global(view, address, access, global_agent(view, cell.read, cell.read_cluster), false, 0);
+  }
+  const u32 epoch = epoch_of(view.agent, view.tick), time = view.cluster->check.time;
+  if (access == Access::read) {
+    cell.read = epoch;
+    cell.read_cluster = mine;
+    cell.read_time = time;
+    return;
+  }
+  cell.write = epoch;
+  cell.write_cluster = mine;
+  cell.write_time = time;
+  cell.write_line = view.inst->line;
+  cell.written_bytes = mask;
+  cell.flags = static_cast<u8>((view.async ? kAsyncWrite : 0) |
+                               (access == Access::atomic ? kAtomicWrite : 0));
+  cell.read = 0;
+}
+
+}  // namespace
+
+void check_global(const AccessView& view, Allocation& allocation, u64 address, u64 bytes,
+                  Access access) {
+  const u64 offset = address - allocation.base, end = offset + bytes;
+  for (u64 word = offset / 4 * 4; word < end; word += 4) {
+    u8 mask = 15;
+    if (word < offset) mask = static_cast<u8>(mask & (15u << (offset - word)));
+    if (word + 4 > end) mask = static_cast<u8>(mask & (15u >> (word + 4 - end)));
+    check_global_word(view, global_cell(*view.launch, allocation, word), allocation.base + word,
+                      mask, access);
+  }
+}
+
+// ---- synchronisation
+
+namespace {
+
+void tick(Warp& warp) {
+  Clock& clock = warp.check.clock;
+  const u32 now = clock.at(kOrdered, warp.agent);
+  if (now < kTickMask) clock.raise(kOrdered, warp.agent, now + 1);
+}
+
+void join_known(std::unordered_map<u32, u32>& to, const std::unordered_map<u32, u32>& from) {
+  for (const auto& [cluster, time] : from) {
+    u32& mine = to[cluster];
+    mine = std::max(mine, time);
+  }
+}
+
+}  // namespace
+
+void check_release(Warp& warp, Clock& object) {
+  object.join(warp.check.clock);
+  tick(warp);
+}
+
+void check_acquire(Warp& warp, const Clock& object) { warp.check.clock.join(object); }
+
+void check_release_async(const AsyncOp& op, Clock& object) {
+  object.join(op.clock);
+  object.raise(kOrdered, op.agent, op.agent_clock);
+  object.raise(kProxied, op.agent, op.agent_clock);
+}
+
+void check_proxy_fence(Warp& warp) {
+  warp.check.clock.join_part(kProxied, warp.check.clock, kOrdered);
+  check_barrier_fence(warp);
+  tick(warp);
+}
+
+void check_memory_fence(Warp& warp) {
+  WarpCheck& check = warp.check;
+  if (!check.acquired.empty()) check.clock.join(check.acquired);
+  join_known(check.known, check.known_acquired);
+  check.known_acquired.clear();
+  check.fenced = check.clock;
+  check.known_fenced = check.known;
+  check.fenced_time = warp.cluster->check.time++;
+  tick(warp);
+}
+
+void check_tensor_fence(Warp& warp, bool is_before) {
+  Clock& clock = warp.check.clock;
+  if (is_before) clock.join_part(kReleased, clock, kTensor);
+  else clock.join_part(kTensor, clock, kReleased);
+}
+
+void check_global_sync(Warp& warp, u64 address, bool release, bool acquire, bool store, bool load) {
+  Launch& launch = *warp.launch;
+  WarpCheck& check = warp.check;
+  GlobalSync& sync = launch.global_sync[address];
+  const u32 mine = static_cast<u32>(warp.cluster->serial);
+  if (load) {
+    const bool same = sync.cluster == mine && !sync.clock.empty();
+    if (acquire) {
+      if (same) check.clock.join(sync.clock);
+      join_known(check.known, sync.known);
+    } else {
+      if (same) check.acquired.join(sync.clock);
+      join_known(check.known_acquired, sync.known);
+    }
+  }
+  if (!store) return;
+  if (release) check_memory_fence(warp);
+  if (check.fenced.empty()) return;
+  if (sync.cluster != mine) {
+    sync.clock.clear();
+    sync.cluster = mine;
+  }
+  sync.clock.join(check.fenced);
+  join_known(sync.known, check.known_fenced);
+  u32& time = sync.known[mine];
+  time = std::max(time, check.fenced_time);
+}
+
+void check_barrier_init(Warp& warp, Mbarrier& barrier) {
+  barrier.init_agent = warp.agent;
+  barrier.init_clock = warp.check.clock.at(kOrdered, warp.agent);
+}
+
+// mbarriers whose initialisation this warp has seen become visible to the async proxy and to other
+// CTAs.
+void check_barrier_fence(Warp& warp) {
+  for (auto& [offset, barrier] : warp.cta->barriers) {
+    if (warp.check.clock.at(kOrdered, barrier.init_agent) >= barrier.init_clock) {
+      barrier.visible_to_async = true;
+    }
+  }
+}
+
+void check_barrier_use(const AccessView& view, Mbarrier& barrier, bool async_or_remote) {
+  if (barrier.init_clock == 0) return;
+  if (view.agent != barrier.init_agent &&
+      view.clock->at(kOrdered, barrier.init_agent) < barrier.init_clock) {
+    report(view, FaultKind::race,
+           "uses an mbarrier whose initialisation (line " + std::to_string(barrier.line) +
+               ") is not ordered before it.");
+    barrier.init_clock = 0;
+    return;
+  }
+  if (async_or_remote && !barrier.visible_to_async) {
+    report(view, FaultKind::missing_proxy_fence,
+           "uses an mbarrier whose initialisation (line " + std::to_string(barrier.line) +
+               ") was not followed by fence.mbarrier_init or fence.proxy.async.");
+    barrier.visible_to_async = true;
+  }
+}
+
+void check_fork(AsyncOp& op, Warp& warp) {
+  ClusterCheck& check = warp.cluster->check;
+  const u32 slot = check.next_slot[warp.cta->rank]++ % kAsyncSlots;
+  op.agent = warp.cta->rank * check.agents_per_cta + check.warps + slot;
+  // Two ticks: an operation may end its reads before its writes.
+  check.ticks[op.agent] = std::min(check.ticks[op.agent] + 2, kTickMask - 2);
+  op.agent_clock = check.ticks[op.agent];
+  if (op.clock.empty()) op.clock = warp.check.clock;
+  else op.clock.join(warp.check.clock, kClockParts);
+  tick(warp);
+}
+
+void check_join(Warp& warp, const Clock& clock) { warp.check.clock.join(clock); }
+
+}  // namespace fovea::emulator

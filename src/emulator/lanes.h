@@ -1,0 +1,60 @@
+// Arithmetic over the 32 lanes of a warp, from lanes.def. Two builds of the same text exist, one of
+// them with AVX2; lane_function() picks once by what the processor offers. Both give equal bits:
+// multiplications and additions are never contracted and fused ones are always fused.
+#pragma once
+
+#include "numeric.h"
+
+namespace fovea::emulator {
+
+// Rows hold one value per lane: 32-bit rows for types up to 32 bit (upper bits zero), 64-bit rows
+// for wider ones. Results are stored for lanes in `mask` only.
+struct LaneArguments {
+  void* d;
+  const void* s[3];
+  u32 mask;
+  u32 immediate;
+};
+
+// Comparisons return their lane mask; all others return 0.
+using LaneFunction = u32 (*)(const LaneArguments&);
+
+enum class LaneOp : u16 {
+#define UNARY(name, ...) name,
+#define BINARY(name, ...) name,
+#define TERNARY(name, ...) name,
+#define COMPARE(name, ...) name,
+#include "lanes.def"
+#undef UNARY
+#undef BINARY
+#undef TERNARY
+#undef COMPARE
+  count
+};
+
+LaneFunction lane_function(LaneOp op);
+
+// One k-slice loop of a matrix product: for each of `columns` outputs of 32 lanes,
+//   d[c * d_stride + lane] += sum over k of a[k * a_stride + lane] * b[(c * depth + k) * 8 + lane % 8]
+// a_stride and d_stride in floats.
+struct ProductArguments {
+  float* const* d;  // one 32-lane row per column
+  const float* a;
+  std::size_t a_stride;
+  const float* b;
+  int columns;
+  int depth;
+};
+using ProductFunction = void (*)(const ProductArguments&);
+ProductFunction product_function();
+
+namespace baseline {
+extern const LaneFunction kLaneFunctions[];
+void product(const ProductArguments&);
+}  // namespace baseline
+namespace avx2 {
+extern const LaneFunction kLaneFunctions[];
+void product(const ProductArguments&);
+}  // namespace avx2
+
+}  // namespace fovea::emulator
