@@ -307,14 +307,15 @@ void check_forget_shared(Cta& target, u32 offset, u32 bytes) {
 void check_tensor(const AccessView& view, Cta& target, u32 column, u32 columns, u32 lane, u32 lanes,
                   Access access, u32 chain) {
   std::vector<Cell>& cells = view.cluster->check.tensor[target.rank];
+  const ClockPart part_of_clock = chain == kOrderedByBarriers ? kOrdered : kTensor;
   for (u32 c = column; c < column + columns; ++c) {
     for (u32 part = lane / 16; part < (lane + lanes + 15) / 16; ++part) {
       Cell& cell = cells[std::size_t{c} * 8 + part];
       Conflict conflict;
       const bool in_pipeline = chain != 0 && cell.chain == chain;
-      if (cell.write != 0 && !in_pipeline) conflict = against_write(view, cell, access, kTensor);
+      if (cell.write != 0 && !in_pipeline) conflict = against_write(view, cell, access, part_of_clock);
       if (access != Access::read && conflict.kind == FaultKind::none && !in_pipeline) {
-        conflict = against_reads(view, cell, kTensor);
+        conflict = against_reads(view, cell, part_of_clock);
       }
       if (conflict.kind != FaultKind::none) {
         report_conflict(view, conflict,

@@ -102,6 +102,7 @@ struct WarpCheck {
   std::vector<u32> defined;     // per virtual register: lanes
   std::vector<u32> in_flight;   // per virtual register: number of the operation, 0 none
   std::vector<u64> written;     // per virtual register: when, in warp instructions
+  Clock tensor_done;            // tcgen05 operations of this warp that have ended
   u64 matrix_fence = 0;         // last wgmma.fence
   bool matrix_fence_seen = false;
   Clock fenced;                 // clock at the last memory fence
@@ -155,7 +156,9 @@ void check_land_flight(Warp& warp, u32 flight);
 void check_shared(const AccessView& view, Cta& target, u32 offset, u32 bytes, Access access);
 void check_global(const AccessView& view, Allocation& allocation, u64 address, u64 bytes,
                   Access access);
-// Lanes [lane, lane + lanes) of columns [column, column + columns).
+// Lanes [lane, lane + lanes) of columns [column, column + columns). Accesses of one chain are in
+// order by themselves; for kOrderedByBarriers plain happens-before is enough.
+inline constexpr u32 kOrderedByBarriers = ~0u;
 void check_tensor(const AccessView& view, Cta& target, u32 column, u32 columns, u32 lane, u32 lanes,
                   Access access, u32 chain);
 void check_forget_shared(Cta& target, u32 offset, u32 bytes);

@@ -34,16 +34,16 @@ enum class LaneOp : u16 {
 
 LaneFunction lane_function(LaneOp op);
 
-// One k-slice loop of a matrix product: for each of `columns` outputs of 32 lanes,
-//   d[c * d_stride + lane] += sum over k of a[k * a_stride + lane] * b[(c * depth + k) * 8 + lane % 8]
-// a_stride and d_stride in floats.
+// Matrix product of 32 rows: for each of `columns` outputs,
+//   d[c][lane] += sum over k of a[k * 32 + lane] * b(c, k, lane)
+// where b is b[(c * depth + k) * 8 + lane % 8], or with `uniform` b[c * depth + k] for all lanes.
 struct ProductArguments {
   float* const* d;  // one 32-lane row per column
   const float* a;
-  std::size_t a_stride;
   const float* b;
   int columns;
   int depth;
+  bool uniform;
 };
 using ProductFunction = void (*)(const ProductArguments&);
 ProductFunction product_function();

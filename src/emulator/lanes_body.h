@@ -363,25 +363,34 @@ inline float multiply_add(float a, float b, float c) {
 #endif
 }
 
-// Two columns at a time: 8 accumulator vectors of 8 lanes stay in registers over the whole depth.
-template <int Columns>
+// A few columns at a time: their accumulators stay in registers over the whole depth.
+template <int Columns, bool Uniform>
 inline void product_columns(const ProductArguments& x, int first) {
+  constexpr std::size_t kWidth = Uniform ? 1 : 8;
+  const std::size_t depth = static_cast<std::size_t>(x.depth);
   float sum[Columns][32];
   for (int c = 0; c < Columns; ++c) std::memcpy(sum[c], x.d[first + c], sizeof sum[c]);
-  const float* b = x.b + static_cast<std::size_t>(first) * static_cast<std::size_t>(x.depth) * 8;
-  const std::size_t b_column = static_cast<std::size_t>(x.depth) * 8;
-  for (int k = 0; k < x.depth; ++k) {
-    const float* a = x.a + static_cast<std::size_t>(k) * x.a_stride;
+  const float* b = x.b + static_cast<std::size_t>(first) * depth * kWidth;
+  for (std::size_t k = 0; k < depth; ++k) {
+    const float* a = x.a + k * 32;
     for (int c = 0; c < Columns; ++c) {
-      const float* bk = b + static_cast<std::size_t>(c) * b_column + static_cast<std::size_t>(k) * 8;
+      const float* bk = b + (static_cast<std::size_t>(c) * depth + k) * kWidth;
       for (int group = 0; group < 32; group += 8) {
         for (int lane = 0; lane < 8; ++lane) {
-            sum[c][group + lane] = multiply_add(a[group + lane], bk[lane], sum[c][group + lane]);
-          }
+          sum[c][group + lane] =
+              multiply_add(a[group + lane], bk[Uniform ? 0 : lane], sum[c][group + lane]);
+        }
       }
     }
   }
   for (int c = 0; c < Columns; ++c) std::memcpy(x.d[first + c], sum[c], sizeof sum[c]);
+}
+
+template <bool Uniform>
+inline void product_all(const ProductArguments& x) {
+  int column = 0;
+  for (; column + 2 <= x.columns; column += 2) product_columns<2, Uniform>(x, column);
+  if (column < x.columns) product_columns<1, Uniform>(x, column);
 }
 
 }  // namespace
@@ -399,9 +408,8 @@ const LaneFunction kLaneFunctions[] = {
 };
 
 void product(const ProductArguments& x) {
-  int column = 0;
-  for (; column + 2 <= x.columns; column += 2) product_columns<2>(x, column);
-  if (column < x.columns) product_columns<1>(x, column);
+  if (x.uniform) product_all<true>(x);
+  else product_all<false>(x);
 }
 
 }  // namespace fovea::emulator::FOVEA_LANES

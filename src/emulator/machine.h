@@ -104,7 +104,8 @@ class Warp {
   u64 cluster_generation = 0;  // of barrier.cluster at this warp's last arrival
   u64 matrix_group = 0;     // wgmma groups committed
   u64 matrix_waited = 0;    // groups below this one are known to be done
-  u64 tensor_loads = 0, tensor_stores = 0;  // tcgen05.ld / st in flight
+  u32 tensor_flight = 0x80000000;  // number of the open batch of tcgen05.ld
+  std::vector<Finished> tensor_finished;  // tcgen05.ld (bulk false) and st ended, not waited for
   u32 register_quota = 0;   // setmaxnreg
 
   Fragment& fragment() { return fragments[current]; }

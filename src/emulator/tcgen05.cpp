@@ -1,3 +1,313 @@
+// tcgen05: allocation of tensor memory, loads and stores between it and registers, waits, fences.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
 #include "builders.h"
 #include "execute.h"
-namespace fovea::emulator { void build_tcgen05(Builder& b) { b.fail("tcgen05 is not supported."); } }
+#include "tensor.h"
+
+namespace fovea::emulator {
+namespace {
+
+bool whole_warp(Warp& warp, const Inst& inst) {
+  if (warp.active == ~0u) return true;
+  warp.fault(FaultKind::divergent, inst, -1,
+             "an aligned tcgen05 instruction is executed by lanes " + hex(warp.active) + " only.");
+  return false;
+}
+
+// ---- allocation
+
+bool valid_columns(Warp& warp, const Inst& inst, u32 columns) {
+  if (columns >= 32 && columns <= 512 && std::has_single_bit(columns)) return true;
+  warp.fault(FaultKind::tensor_memory, inst, -1,
+             std::to_string(columns) +
+                 " columns cannot be allocated; a power of two from 32 to 512 can.");
+  warp.launch->stopped = true;
+  return false;
+}
+
+i64 find_free(const TensorMemory& memory, u32 columns) {
+  const u32 total = static_cast<u32>(memory.owner.size());
+  for (u32 first = 0; first + columns <= total; first += 32) {
+    bool is_free = true;
+    for (u32 c = first; c < first + columns && is_free; ++c) is_free = memory.owner[c] < 0;
+    if (is_free) return first;
+  }
+  return -1;
+}
+
+Step run_alloc(Warp& warp, const Inst& inst) {
+  if (!whole_warp(warp, inst)) return Step::next;
+  const OperandRef* o = warp.operands(inst);
+  const u32 columns = warp.value32(o[1], 0);
+  if (!valid_columns(warp, inst, columns)) return Step::next;
+  TensorMemory& memory = warp.cta->tensor;
+  if (!memory.may_allocate) {
+    warp.fault(FaultKind::tensor_memory, inst, -1,
+               "tensor memory is allocated after the permit was relinquished.");
+  }
+  const i64 first = find_free(memory, columns);
+  if (first < 0) return Step::blocked;
+  const Place place = resolve(warp, inst, inst.space, warp.address(o[0], 0), 4, 0, true);
+  if (place.data == nullptr) return Step::next;
+  const i32 number = static_cast<i32>(memory.allocations.size());
+  memory.allocations.emplace_back(static_cast<u32>(first), columns);
+  for (u32 c = 0; c < columns; ++c) memory.owner[static_cast<std::size_t>(first) + c] = number;
+  const u32 address = static_cast<u32>(first);
+  std::memcpy(place.data, &address, 4);
+  if (warp.launch->checks) {
+    check_shared(view_of(warp, inst, 0), *place.cta, place.offset, 4, Access::write);
+    auto& cells = warp.cluster->check.tensor[warp.cta->rank];
+    std::fill_n(cells.begin() + first * 8, columns * 8, Cell{});
+  }
+  warp.cluster->changed();
+  return Step::next;
+}
+
+Step run_dealloc(Warp& warp, const Inst& inst) {
+  if (!whole_warp(warp, inst)) return Step::next;
+  const OperandRef* o = warp.operands(inst);
+  const u32 address = warp.value32(o[0], 0), columns = warp.value32(o[1], 0);
+  TensorMemory& memory = warp.cta->tensor;
+  for (auto& [first, count] : memory.allocations) {
+    if (count != columns || first != tensor_column(address)) continue;
+    if (warp.launch->checks) {
+      // Whoever still uses the columns races with the deallocation.
+      check_tensor(view_of(warp, inst, -1), *warp.cta, first, count, 0, kTensorLanes, Access::write,
+                   kOrderedByBarriers);
+    }
+    for (u32 c = first; c < first + count; ++c) memory.owner[c] = -1;
+    count = 0;
+    warp.cluster->changed();
+    return Step::next;
+  }
+  warp.fault(FaultKind::tensor_memory, inst, -1,
+             "no allocation of " + std::to_string(columns) + " columns begins at " + hex(address) +
+                 ".");
+  return Step::next;
+}
+
+Step run_relinquish(Warp& warp, const Inst& inst) {
+  if (whole_warp(warp, inst)) warp.cta->tensor.may_allocate = false;
+  return Step::next;
+}
+
+// ---- ld and st
+
+enum ShapeKind : u8 { k32x32b, k16x64b, k16x128b, k16x256b, k16x32bx2 };
+
+u32 registers_of(u8 shape, u32 repeat) {
+  return shape == k16x128b ? 2 * repeat : shape == k16x256b ? 4 * repeat : repeat;
+}
+
+// Lane (from the address's lane) and column (from its column) of register i of thread t.
+struct Spot {
+  u32 lane, column;
+};
+
+Spot spot(u8 shape, u32 t, u32 i, u32 split) {
+  const u32 g = t / 4, q = t % 4;
+  switch (shape) {
+    case k32x32b: return {t, i};
+    case k16x256b: return {g + 8 * (i / 2 % 2), 8 * (i / 4) + 2 * q + i % 2};
+    case k16x128b: return {g + 8 * (i % 2), 4 * (i / 2) + q};
+    case k16x64b: return {g + 8 * (t & 1), 2 * i + (t >> 1 & 1)};
+    default: return t < 16 ? Spot{t, i} : Spot{t - 16, i + split};
+  }
+}
+
+u32 columns_of(const Inst& inst, u32 count) {
+  u32 columns = count;
+  if (inst.mode == k16x64b || inst.mode == k16x128b || inst.mode == k16x256b) columns = 2 * count;
+  if (inst.mode == k16x32bx2) columns = count + inst.immediate;
+  return (inst.flags & 1u) != 0 ? 2 * columns : columns;
+}
+
+class TransferOp : public AsyncOp {
+ public:
+  bool store = false;
+  u32 address = 0;
+  u32 count = 0;             // registers
+  std::vector<u32> values;   // store: [register][lane]
+
+  const char* name() const override { return store ? "tcgen05.st" : "tcgen05.ld"; }
+
+  bool execute(Cluster& cluster) override {
+    const OperandRef* o = warp->operands(*inst);
+    const u32 column = tensor_column(address), base = tensor_lane(address);
+    const u32 columns = columns_of(*inst, count);
+    if (!tensor_range_ok(*this, *cta, column, columns)) return true;
+    if (cluster.launch->checks) {
+      const u32 lanes = inst->mode == k32x32b ? 32 : 16;
+      check_tensor(view(), *cta, column, columns, base, lanes, store ? Access::write : Access::read, 0);
+    }
+    const bool packed = (inst->flags & 1u) != 0;
+    for (u32 i = 0; i < count; ++i) {
+      u32* row = store ? values.data() + std::size_t{i} * 32 : warp->words(o[i]);
+      for (u32 t = 0; t < 32; ++t) {
+        const Spot at = spot(inst->mode, t, i, inst->immediate);
+        u32* cell = &cta->tensor.cells[(column + at.column * (packed ? 2 : 1)) * kTensorLanes + base + at.lane];
+        if (store && packed) {
+          cell[0] = row[t] & 0xffffu;
+          cell[kTensorLanes] = row[t] >> 16;
+        } else if (store) {
+          cell[0] = row[t];
+        } else {
+          row[t] = packed ? (cell[0] & 0xffffu) | cell[kTensorLanes] << 16 : cell[0];
+        }
+      }
+    }
+    const u64 bytes = u64{128} * count;
+    (store ? warp->counters.tensor_memory_write_bytes : warp->counters.tensor_memory_read_bytes) += bytes;
+    warp->tensor_finished.push_back({store, 0, agent, agent_clock});
+    return true;
+  }
+};
+
+bool own_lanes(Warp& warp, const Inst& inst, u32 address) {
+  const u32 lane = tensor_lane(address), first = warp.index % 4 * 32;
+  const bool half = inst.mode != k32x32b;
+  if (lane == first || (half && lane == first + 16)) return true;
+  warp.fault(FaultKind::tensor_memory, inst, -1,
+             "warp " + std::to_string(warp.index) + " may touch tensor-memory lanes " +
+                 std::to_string(first) + " to " + std::to_string(first + 31) +
+                 ", not from lane " + std::to_string(lane) + ".");
+  warp.launch->stopped = true;
+  return false;
+}
+
+Step run_transfer(Warp& warp, const Inst& inst) {
+  if (!whole_warp(warp, inst)) return Step::next;
+  const bool store = inst.outputs == 0;
+  const OperandRef* o = warp.operands(inst);
+  const u32 address = static_cast<u32>(warp.address(o[inst.outputs], 0));
+  if (!own_lanes(warp, inst, address)) return Step::next;
+  auto op = std::make_unique<TransferOp>();
+  op->store = store;
+  op->address = address;
+  op->count = store ? inst.inputs - 1u : inst.outputs;
+  if (store) {
+    op->values.resize(std::size_t{op->count} * 32);
+    for (u32 i = 0; i < op->count; ++i) {
+      std::memcpy(op->values.data() + std::size_t{i} * 32, warp.source(o[1 + i]), 128);
+    }
+  } else if (warp.launch->checks) {
+    for (u32 i = 0; i < inst.outputs; ++i) check_mark_flight(warp, o[i], warp.tensor_flight);
+  }
+  warp.cluster->enqueue(std::move(op), warp, inst, -1);
+  return Step::next;
+}
+
+// mode 1: wait::st
+Step run_tensor_wait(Warp& warp, const Inst& inst) {
+  if (!whole_warp(warp, inst)) return Step::next;
+  const bool stores = inst.mode == 1;
+  for (const auto& op : warp.cluster->pending) {
+    const auto* transfer = dynamic_cast<const TransferOp*>(op.get());
+    if (transfer != nullptr && transfer->warp == &warp && transfer->store == stores) return Step::blocked;
+  }
+  std::vector<Finished> kept;
+  for (const Finished& done : warp.tensor_finished) {
+    if (done.bulk != stores) {
+      kept.push_back(done);
+    } else if (warp.launch->checks) {
+      warp.check.clock.raise(kOrdered, done.agent, done.tick);
+      warp.check.clock.raise(kTensor, done.agent, done.tick);
+    }
+  }
+  warp.tensor_finished = std::move(kept);
+  if (!stores) check_land_flight(warp, warp.tensor_flight++);
+  ++warp.counters.barrier_waits;
+  return Step::next;
+}
+
+Step run_tensor_fence(Warp& warp, const Inst& inst) {
+  if (warp.launch->checks) check_tensor_fence(warp, inst.mode == 1);
+  return Step::next;
+}
+
+void build_transfer(Builder& b, bool store) {
+  Inst& inst = b.inst;
+  const int shape = b.which({"32x32b", "16x64b", "16x128b", "16x256b", "16x32bx2"});
+  if (shape < 0) b.fail("tcgen05.ld and st need a shape.");
+  inst.mode = static_cast<u8>(shape);
+  const int repeat = b.which({"x1", "x2", "x4", "x8", "x16", "x32", "x64", "x128"});
+  if (repeat < 0) b.fail("tcgen05.ld and st need a repeat count such as .x32.");
+  inst.flags = b.has("pack::16b") || b.has("unpack::16b") ? 1u : 0u;
+  const bool split = inst.mode == k16x32bx2;
+  b.expect_count(split ? 3 : 2, split ? 3 : 2);
+  const Operand& address = b.operand(store ? 0 : 1);
+  const Operand& registers = b.operand(store ? (split ? 2 : 1) : 0);
+  if (split) inst.immediate = static_cast<u32>(b.integer(b.operand(store ? 1 : 2)));
+  if (!store) b.output_list(registers, Type::b32);
+  b.address(address, Space::none);
+  if (store) b.input_list(registers, Type::b32);
+  const u32 count = store ? inst.inputs - 1u : inst.outputs;
+  if (count != registers_of(inst.mode, 1u << repeat)) {
+    b.fail("the number of registers does not fit the shape.");
+  }
+  inst.late = !store;
+  inst.unit = Unit::memory;
+  inst.run = run_transfer;
+}
+
+}  // namespace
+
+bool tensor_range_ok(const AsyncOp& op, Cta& cta, u32 column, u32 columns) {
+  const std::vector<i32>& owner = cta.tensor.owner;
+  std::string problem;
+  if (std::size_t{column} + columns > owner.size()) {
+    problem = "pass the end of tensor memory, which has " + std::to_string(owner.size()) + ".";
+  } else {
+    for (u32 c = column; c < column + columns && problem.empty(); ++c) {
+      if (owner[c] < 0) problem = "are not all allocated: column " + std::to_string(c) + " is free.";
+    }
+  }
+  if (problem.empty()) return true;
+  Launch& launch = *cta.cluster->launch;
+  launch.fault(FaultKind::tensor_memory, op.cta, static_cast<int>(op.warp->index), op.lane, op.inst,
+               op.name(),
+               "tensor-memory columns " + std::to_string(column) + " to " +
+                   std::to_string(column + columns - 1) + " " + problem);
+  launch.stopped = true;
+  return false;
+}
+
+void build_tcgen05(Builder& b) {
+  Inst& inst = b.inst;
+  inst.aligned = b.has("aligned");
+  if (b.has("alloc")) {
+    b.expect_count(2, 2);
+    inst.space = b.space();
+    b.address(b.operand(0), inst.space);
+    b.input(b.operand(1), Type::b32);
+    inst.run = run_alloc;
+  } else if (b.has("dealloc")) {
+    b.expect_count(2, 2);
+    b.input(b.operand(0), Type::b32);
+    b.input(b.operand(1), Type::b32);
+    inst.run = run_dealloc;
+  } else if (b.has("relinquish_alloc_permit")) {
+    inst.run = run_relinquish;
+  } else if (b.has("ld") || b.has("st")) {
+    build_transfer(b, b.has("st"));
+  } else if (b.has("wait::ld") || b.has("wait::st")) {
+    inst.mode = b.has("wait::st") ? 1 : 0;
+    inst.run = run_tensor_wait;
+  } else if (b.has("fence::before_thread_sync") || b.has("fence::after_thread_sync")) {
+    inst.mode = b.has("fence::before_thread_sync") ? 1 : 0;
+    inst.run = run_tensor_fence;
+  } else if (b.has("mma")) {
+    build_tensor_mma(b);
+  } else if (b.has("cp")) {
+    build_tensor_cp(b);
+  } else if (b.has("commit")) {
+    build_tensor_commit(b);
+  } else {
+    b.fail("this tcgen05 operation is not supported.");
+  }
+}
+
+}  // namespace fovea::emulator

@@ -149,9 +149,9 @@ class WgmmaOp : public AsyncOp {
         if (half) unpack(target, d[2 * (c / 2) + h], c % 2, rows[c]);
         if (!step.accumulate) std::memset(rows[c], 0, kLanes * sizeof(float));
       }
-      ProductArguments product{rows.data(), a + std::size_t{h} * shape.k * kLanes, kLanes,
+      ProductArguments product{rows.data(), a + std::size_t{h} * shape.k * kLanes,
                                arranged_.data(), static_cast<int>(columns),
-                               static_cast<int>(shape.k)};
+                               static_cast<int>(shape.k), false};
       product_function()(product);
       for (u32 c = 0; half && c < columns; ++c) pack(target, d[2 * (c / 2) + h], c % 2, rows[c]);
     }

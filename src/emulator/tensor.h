@@ -1,0 +1,21 @@
+// Tensor memory: what the two files of tcgen05 share.
+#pragma once
+
+#include "async.h"
+#include "matrix.h"
+
+namespace fovea::emulator {
+
+inline constexpr u32 kTensorLanes = 128;
+
+inline u32 tensor_column(u32 address) { return address & 0xffff; }
+inline u32 tensor_lane(u32 address) { return address >> 16; }
+
+// Reports a fault where columns do not exist or belong to no allocation.
+bool tensor_range_ok(const AsyncOp& op, Cta& cta, u32 column, u32 columns);
+
+void build_tensor_mma(Builder& b);
+void build_tensor_cp(Builder& b);
+void build_tensor_commit(Builder& b);
+
+}  // namespace fovea::emulator

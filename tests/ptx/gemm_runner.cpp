@@ -1,0 +1,129 @@
+#include "gemm_runner.h"
+
+#include <cmath>
+#include <cstring>
+#include <fstream>
+#include <random>
+#include <sstream>
+#include <vector>
+
+#include "numeric.h"
+
+namespace fovea::emulator::testing {
+namespace {
+
+constexpr int kRows = 256, kColumns = 256, kDepth = 256;
+
+std::vector<u16> random_bf16(int count, unsigned seed) {
+  std::mt19937 generator(seed);
+  std::normal_distribution<float> normal;
+  std::vector<u16> values(static_cast<std::size_t>(count));
+  for (u16& value : values) value = static_cast<u16>(float_to_bfloat16(normal(generator)));
+  return values;
+}
+
+TensorMap map_of(u64 address, int columns, int rows, u32 box_rows) {
+  TensorMapSpec spec;
+  spec.type = TensorType::bfloat16;
+  spec.rank = 2;
+  spec.address = address;
+  spec.dimensions[0] = static_cast<u64>(columns);
+  spec.dimensions[1] = static_cast<u64>(rows);
+  spec.strides_bytes[0] = static_cast<u64>(columns) * 2;
+  spec.box[0] = 64;
+  spec.box[1] = box_rows;
+  spec.swizzle = Swizzle::b128;
+  return encode_tensor_map(spec);
+}
+
+// Parameter blocks, laid out as nvcc lays out the kernels' arguments.
+struct alignas(64) Hopper {
+  TensorMap a, b, c;
+  int steps;
+};
+struct alignas(64) Blackwell {
+  TensorMap a, b;
+  u64 c;
+  int steps, ld;
+};
+
+template <class T>
+std::span<const std::byte> bytes_of(const T& value, std::size_t bytes) {
+  return {reinterpret_cast<const std::byte*>(&value), bytes};
+}
+
+double element(const std::vector<u16>& values, int i) {
+  return bfloat16_to_float(values[static_cast<std::size_t>(i)]);
+}
+
+}  // namespace
+
+std::string read_text(const std::string& path) {
+  std::ifstream file(std::string(FOVEA_PTX_TESTS) + "/" + path);
+  std::stringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+std::string gemm_path(GemmKernel kernel) {
+  return kernel == GemmKernel::sm90 ? "kernels/gemm_sm90.ptx" : "kernels/gemm_sm100.ptx";
+}
+
+GemmResult run_gemm(GemmKernel kernel, const std::string& ptx, const Schedule& schedule) {
+  const bool hopper = kernel == GemmKernel::sm90, pair = kernel == GemmKernel::sm100_pair;
+  const Module module = Module::parse(ptx);
+  Machine machine(hopper ? chip_h200() : chip_b200());
+  const std::vector<u16> a = random_bf16(kRows * kDepth, 1), b = random_bf16(kColumns * kDepth, 2);
+  const u64 address_a = machine.allocate(a.size() * 2), address_b = machine.allocate(b.size() * 2);
+  const std::size_t out_bytes = std::size_t{kRows} * kColumns * (hopper ? 2 : 4);
+  const u64 address_c = machine.allocate(out_bytes);
+  machine.write(address_a, a.data(), a.size() * 2);
+  machine.write(address_b, b.data(), b.size() * 2);
+  machine.fill(address_c, 0xff, out_bytes);
+  LaunchConfig config;
+  config.grid.x = kRows / 128;
+  GemmResult result;
+  if (hopper) {
+    Hopper p{};
+    p.a = map_of(address_a, kDepth, kRows, 128);
+    p.b = map_of(address_b, kDepth, kColumns, 128);
+    p.c = map_of(address_c, kColumns, kRows, 64);
+    p.steps = kDepth / 64;
+    config.block.x = 384;
+    config.dynamic_shared_bytes = 132096;
+    result.report = machine.launch(module, "gemm", config, bytes_of(p, 388), schedule);
+  } else {
+    Blackwell p{};
+    p.a = map_of(address_a, kDepth, kRows, 128);
+    p.b = map_of(address_b, kDepth, kColumns, pair ? 64 : 128);
+    p.c = address_c;
+    p.steps = kDepth / 64;
+    p.ld = kColumns;
+    config.block.x = 256;
+    config.dynamic_shared_bytes = pair ? 74752 : 99328;
+    result.report = machine.launch(module, pair ? "gemm_pair" : "gemm_single", config,
+                                   bytes_of(p, 272), schedule);
+  }
+  std::vector<u8> c(out_bytes);
+  machine.read(c.data(), address_c, out_bytes);
+  bool finite = true;
+  for (int row = 0; row < kRows; row += 5) {
+    for (int column = 0; column < kColumns; ++column) {
+      double sum = 0;
+      for (int k = 0; k < kDepth; ++k) sum += element(a, row * kDepth + k) * element(b, column * kDepth + k);
+      const std::size_t at = static_cast<std::size_t>(row * kColumns + column);
+      float value = 0;
+      u16 half = 0;
+      if (hopper) std::memcpy(&half, &c[2 * at], 2);
+      else std::memcpy(&value, &c[4 * at], 4);
+      if (hopper) value = bfloat16_to_float(half);
+      const double error = std::fabs(static_cast<double>(value) - sum) / (1 + std::fabs(sum));
+      finite = finite && std::isfinite(value);
+      result.max_error = std::max(result.max_error, error);
+    }
+  }
+  result.correct = finite && result.max_error < (hopper ? 4e-3 : 1e-4);
+  return result;
+}
+
+}  // namespace fovea::emulator::testing
