@@ -74,6 +74,16 @@ const char* text(Entry entry) {
 
 }  // namespace
 
+CaseSpec with_entry(CaseSpec spec, Entry entry, Index sq, Index sk) {
+  const Index spare = entry == Entry::seqused ? 3 : 0;
+  spec.entry = entry;
+  spec.sq = sq + spare;
+  spec.sk = sk + spare;
+  spec.lengths_q.assign(static_cast<std::size_t>(spec.batch), sq);
+  spec.lengths_k.assign(static_cast<std::size_t>(spec.batch), sk);
+  return spec;
+}
+
 std::string describe(const CaseSpec& s) {
   std::ostringstream out;
   out << s.name << ": batch=" << s.batch << " heads=" << s.hq << "/" << s.hkv << " sq=" << s.sq

@@ -46,18 +46,18 @@ struct CaseSpec {
   Index d = 64;
   Index dv = 0;  // 0: as d
   DType dtype = DType::f32;
-  std::optional<DType> out_dtype;
+  std::optional<DType> out_dtype = std::nullopt;
   Layout layout = Layout::bshd;
   Entry entry = Entry::dense;
-  std::vector<Index>
-      lengths_q;  // of each sequence; empty: sq, or a pattern with 0 and 1 among them
-  std::vector<Index> lengths_k;
+  // Of each sequence; empty: sq and sk, or a ragged pattern with 0 and 1 in it.
+  std::vector<Index> lengths_q = {};
+  std::vector<Index> lengths_k = {};
   Index page_size = 16;
   bool causal = false;
   Index window_left = -1;
   Index window_right = -1;
   float softcap = 0.0f;
-  std::optional<float> scale;
+  std::optional<float> scale = std::nullopt;
   bool sink = false;
   bool alibi = false;
   Bias bias = Bias::none;
@@ -68,6 +68,14 @@ struct CaseSpec {
   Softmax softmax = Softmax::automatic;
   double logits = 1.0;  // standard deviation of the scaled scores
 };
+
+inline constexpr Entry every_entry[] = {Entry::dense,        Entry::seqused, Entry::varlen,
+                                        Entry::varlen_holes, Entry::paged,   Entry::varlen_paged};
+inline constexpr Softmax every_softmax[] = {Softmax::online, Softmax::conditional,
+                                            Softmax::sum_guard};
+
+// The spec through an entry point, every sequence with sq rows in use and sk keys.
+[[nodiscard]] CaseSpec with_entry(CaseSpec spec, Entry entry, Index sq, Index sk);
 
 // The spec's fields that differ from their defaults, as "sq=1 sk=300 causal".
 [[nodiscard]] std::string describe(const CaseSpec& spec);
