@@ -33,7 +33,7 @@ TEST(CApi, WorksFromC99) {
 
 TEST(CApi, ComputesWhatCppComputes) {
   for (const Kind kind : {Kind::dense, Kind::varlen, Kind::paged}) {
-    Call call(kind);
+    SmallCall call(kind);
     call.problem.causal = true;
     call.problem.softcap = 3.0f;
     call.problem.softmax_scale = 0.7f;
@@ -52,7 +52,7 @@ TEST(CApi, ComputesWhatCppComputes) {
 }
 
 TEST(CApi, NullPointersAreNamed) {
-  Call call;
+  SmallCall call;
   const fovea_problem problem = to_c(call.problem);
   fovea_plan* plan = nullptr;
   EXPECT_EQ(fovea_attention(nullptr, nullptr, nullptr), FOVEA_INVALID_ARGUMENT);
@@ -82,7 +82,7 @@ TEST(CApi, NullPointersAreNamed) {
 }
 
 TEST(CApi, FailedPlanIsNull) {
-  Call call;
+  SmallCall call;
   call.problem.k = {};
   const fovea_problem problem = to_c(call.problem);
   auto* plan = reinterpret_cast<fovea_plan*>(&call);
@@ -91,7 +91,7 @@ TEST(CApi, FailedPlanIsNull) {
 }
 
 TEST(CApi, UninitialisedSizeIsRefused) {
-  Call call;
+  SmallCall call;
   fovea_problem problem = to_c(call.problem);
   for (const std::size_t size : {std::size_t{0}, std::size_t{8}, ~std::size_t{0}}) {
     problem.size = size;
@@ -99,6 +99,9 @@ TEST(CApi, UninitialisedSizeIsRefused) {
     expect_error("problem->size is " + std::to_string(size));
     expect_error("fovea_problem_init");
   }
+  EXPECT_EQ(fovea_problem_init(&problem, sizeof(std::size_t) - 1), FOVEA_INVALID_ARGUMENT);
+  expect_error("size is 7; pass sizeof *problem");
+  EXPECT_EQ(fovea_problem_init(&problem, ~std::size_t{0}), FOVEA_INVALID_ARGUMENT);
   problem.size = sizeof problem;
   fovea_options options{};
   EXPECT_EQ(fovea_attention(&problem, &options, nullptr), FOVEA_INVALID_ARGUMENT);
@@ -112,7 +115,7 @@ TEST(CApi, UninitialisedSizeIsRefused) {
 
 // A caller whose header ends before window_left: what it cannot know has the default.
 TEST(CApi, ShorterStructureKeepsDefaultsBeyond) {
-  Call call;
+  SmallCall call;
   attention(call.problem);
   const std::vector<std::byte> expected = call.out.bytes();
   call.out.poison();
@@ -128,7 +131,7 @@ TEST(CApi, LongerStructureMustBeZeroBeyond) {
     fovea_problem problem;
     std::int64_t unknown;
   };
-  Call call;
+  SmallCall call;
   Longer longer{};
   ASSERT_EQ(fovea_problem_init(&longer.problem, sizeof longer), FOVEA_OK);
   EXPECT_EQ(longer.problem.size, sizeof longer);
@@ -156,7 +159,7 @@ TEST(CApi, InitStaysWithinTheGivenSize) {
   const auto* bytes = reinterpret_cast<const unsigned char*>(&problem);
   for (std::size_t i = size; i < sizeof problem; ++i) EXPECT_EQ(bytes[i], 0x55);
 
-  Call call;
+  SmallCall call;
   fovea_statistics statistics;
   std::memset(&statistics, 0x55, sizeof statistics);
   statistics.size = offsetof(fovea_statistics, rescales);
@@ -168,7 +171,7 @@ TEST(CApi, InitStaysWithinTheGivenSize) {
 }
 
 TEST(CApi, WrongEnumeratorsAreNamed) {
-  Call call;
+  SmallCall call;
   const fovea_problem problem = to_c(call.problem);
   fovea_options options;
   ASSERT_EQ(fovea_options_init(&options, sizeof options), FOVEA_OK);
@@ -187,7 +190,7 @@ TEST(CApi, WrongEnumeratorsAreNamed) {
 }
 
 TEST(CApi, LengthsNeedDataAndACount) {
-  Call call;
+  SmallCall call;
   fovea_problem problem = to_c(call.problem);
   problem.seqused_k = {nullptr, 2};
   EXPECT_EQ(fovea_attention(&problem, nullptr, nullptr), FOVEA_INVALID_ARGUMENT);
@@ -198,7 +201,7 @@ TEST(CApi, LengthsNeedDataAndACount) {
 }
 
 TEST(CApi, UnsupportedIsNotInvalid) {
-  Call call;
+  SmallCall call;
   const fovea_problem problem = to_c(call.problem);
   fovea_options options;
   ASSERT_EQ(fovea_options_init(&options, sizeof options), FOVEA_OK);
@@ -230,6 +233,8 @@ TEST(CApi, MergesLikeCpp) {
   const fovea_tensor sink = fovea_tensor_contiguous(&logit, FOVEA_F32, lse_shape);
   ASSERT_EQ(fovea_merge(parts, 2, &result, &sink), FOVEA_OK) << fovea_last_error();
   EXPECT_NEAR(out[0], 1.5f, 1e-6);
+  EXPECT_EQ(fovea_merge(parts, -1, &result, nullptr), FOVEA_INVALID_ARGUMENT);
+  expect_error("count is -1");
   EXPECT_EQ(fovea_merge(parts, 2, nullptr, nullptr), FOVEA_INVALID_ARGUMENT);
   expect_error("result is null");
 }

@@ -281,6 +281,7 @@ const BadMerge bad_merges[] = {
     {"sink_shape", [](auto&, Part&, Tensor& s) { s.shape[3] = 2; }, "sink has shape (1, 1, 1, 2)"},
     {"sink_dtype", [](auto&, Part&, Tensor& s) { s.dtype = DType::f16; }, "sink has dtype f16"},
     {"overlap", [](auto&, Part& r, Tensor&) { r.out.stride[2] = 0; }, "result.out has strides"},
+    {"lse_overlap", [](auto&, Part& r, Tensor&) { r.lse.stride[2] = 0; }, "result.lse has strides"},
     {"shifted",
      [](auto& p, Part& r, Tensor&) {
        r.out = p[1].out;

@@ -18,8 +18,8 @@ namespace {
 thread_local long allocations = 0;
 }  // namespace
 
-// Every allocation of this program by operator new is counted. Not inlined, so that no compiler sees
-// malloc() on one side of a pair and operator delete on the other.
+// Every allocation of this program by operator new is counted. Not inlined, so that no compiler
+// sees malloc() on one side of a pair and operator delete on the other.
 [[gnu::noinline]] void* operator new(std::size_t bytes) {
   ++allocations;
   if (void* memory = std::malloc(bytes > 0 ? bytes : 1)) return memory;
@@ -55,10 +55,10 @@ struct Prepared {
 };
 
 TEST(Plan, RunsAgainWithOtherPointersStridesAndDropoutSeed) {
-  Call first;
+  SmallCall first;
   Prepared prepared(first.problem);
   prepared.run(first.problem);
-  Call second;
+  SmallCall second;
   Placement heads_first;
   heads_first.order = {0, 2, 1, 3};
   heads_first.offset = 1;
@@ -72,7 +72,7 @@ TEST(Plan, RunsAgainWithOtherPointersStridesAndDropoutSeed) {
 }
 
 TEST(Plan, RunsWithOtherLengthsWithinItsBounds) {
-  Call call(Kind::varlen);
+  SmallCall call(Kind::varlen);
   call.problem.bias = call.problem.mask = {};
   call.problem.max_seqlen_q = 4;
   call.problem.max_seqlen_k = 6;
@@ -88,7 +88,7 @@ TEST(Plan, RunsWithOtherLengthsWithinItsBounds) {
 }
 
 TEST(Plan, RunsWithOtherPagesAndLengths) {
-  Call call(Kind::paged);
+  SmallCall call(Kind::paged);
   Prepared prepared(call.problem);
   call.problem.block_table = call.keep({3, 1, 4, -9, 6, 2});
   call.problem.seqused_k = call.keep({12, 0});
@@ -103,58 +103,61 @@ TEST(Plan, RunsWithOtherPagesAndLengths) {
 struct Mismatch {
   const char* name;
   Kind kind;
-  std::function<void(Call&, Problem&)> change;  // after planning
+  std::function<void(SmallCall&, Problem&)> change;  // after planning
   std::vector<std::string> fragments;
 };
 
 const Mismatch mismatches[] = {
     {"shape",
      Kind::dense,
-     [](Call&, Problem& p) {
+     [](SmallCall&, Problem& p) {
        p.bias = p.mask = {};
        p.k.shape[1] = p.v.shape[1] = 4;
      },
      {"k has shape (2, 4, 2, 8) but the plan was made for (2, 5, 2, 8)"}},
     {"absent",
      Kind::dense,
-     [](Call&, Problem& p) { p.sink = {}; },
+     [](SmallCall&, Problem& p) { p.sink = {}; },
      {"sink is absent but the plan was made with it"}},
     {"broadcast_bias",
      Kind::dense,
-     [](Call&, Problem& p) { p.bias.shape[1] = 1; },
+     [](SmallCall&, Problem& p) { p.bias.shape[1] = 1; },
      {"bias has shape (2, 1, 3, 5)"}},
     {"causal",
      Kind::dense,
-     [](Call&, Problem& p) { p.causal = true; },
+     [](SmallCall&, Problem& p) { p.causal = true; },
      {"window_right (0 if causal) is 0 but the plan was made for -1"}},
     {"window",
      Kind::dense,
-     [](Call&, Problem& p) { p.window_left = 2; },
+     [](SmallCall&, Problem& p) { p.window_left = 2; },
      {"window_left is 2 but the plan was made for -1"}},
     {"scale",
      Kind::dense,
-     [](Call&, Problem& p) { p.softmax_scale = 0.25f; },
+     [](SmallCall&, Problem& p) { p.softmax_scale = 0.25f; },
      {"softmax_scale is 0.25"}},
-    {"softcap", Kind::dense, [](Call&, Problem& p) { p.softcap = 30.0f; }, {"softcap is 30"}},
+    {"softcap", Kind::dense, [](SmallCall&, Problem& p) { p.softcap = 30.0f; }, {"softcap is 30"}},
     {"dropout",
      Kind::dense,
-     [](Call&, Problem& p) { p.dropout.probability = 0.5f; },
+     [](SmallCall&, Problem& p) { p.dropout.probability = 0.5f; },
      {"dropout.probability is 0.5"}},
-    {"num_splits", Kind::dense, [](Call&, Problem& p) { p.num_splits = 3; }, {"num_splits is 3"}},
+    {"num_splits",
+     Kind::dense,
+     [](SmallCall&, Problem& p) { p.num_splits = 3; },
+     {"num_splits is 3"}},
     {"deterministic",
      Kind::dense,
-     [](Call&, Problem& p) { p.deterministic = true; },
+     [](SmallCall&, Problem& p) { p.deterministic = true; },
      {"deterministic is 1"}},
     {"longer_queries",
      Kind::varlen,
-     [](Call& c, Problem& p) {
+     [](SmallCall& c, Problem& p) {
        p.bias.shape[2] = p.mask.shape[2] = 1;
        p.cu_seqlens_q = c.keep({0, 0, 5});
      },
      {"bias has shape (2, 4, 1, 5)"}},
     {"fewer_sequences",
      Kind::varlen,
-     [](Call& c, Problem& p) {
+     [](SmallCall& c, Problem& p) {
        p.bias.shape[0] = p.alibi.shape[0] = 1;
        p.cu_seqlens_q = c.keep({0, 3});
        p.cu_seqlens_k = c.keep({0, 5});
@@ -162,7 +165,7 @@ const Mismatch mismatches[] = {
      {"bias has shape (1, 4, 3, 5)"}},
     {"varlen_keys",
      Kind::varlen,
-     [](Call& c, Problem& p) {
+     [](SmallCall& c, Problem& p) {
        p.cu_seqlens_q = c.keep({0, 3, 6});
        p.cu_seqlens_k = {};
        p.k.shape[0] = p.v.shape[0] = 2;
@@ -174,7 +177,7 @@ const Mismatch mismatches[] = {
 TEST(Plan, RefusesAnotherProblemAndWritesNothing) {
   for (const Mismatch& mismatch : mismatches) {
     SCOPED_TRACE(mismatch.name);
-    Call call(mismatch.kind);
+    SmallCall call(mismatch.kind);
     const std::vector<std::byte> before = call.out.buffer();
     Prepared prepared(call.problem);
     mismatch.change(call, call.problem);
@@ -185,7 +188,7 @@ TEST(Plan, RefusesAnotherProblemAndWritesNothing) {
 }
 
 TEST(Plan, RefusesLongerSequencesThanItWasMadeFor) {
-  Call call(Kind::varlen);
+  SmallCall call(Kind::varlen);
   call.problem.bias = call.problem.mask = {};
   Prepared prepared(call.problem);
   Problem longer = call.problem;
@@ -208,7 +211,7 @@ TEST(Plan, RefusesLongerSequencesThanItWasMadeFor) {
 }
 
 TEST(Plan, RefusesASmallOrSharedWorkspace) {
-  Call call;
+  SmallCall call;
   const Plan chosen = plan(call.problem);
   const std::size_t needed = chosen.workspace_bytes();
   ASSERT_GT(needed, 0u);
@@ -227,7 +230,7 @@ TEST(Plan, RefusesASmallOrSharedWorkspace) {
 }
 
 TEST(Plan, WorkspaceNeedsNoAlignment) {
-  Call call;
+  SmallCall call;
   const Plan chosen = plan(call.problem);
   attention(call.problem);
   const std::vector<std::byte> expected = call.out.bytes();
@@ -239,7 +242,7 @@ TEST(Plan, WorkspaceNeedsNoAlignment) {
 
 TEST(Plan, RunAllocatesNothing) {
   for (const Kind kind : {Kind::dense, Kind::varlen, Kind::paged}) {
-    Call call(kind);
+    SmallCall call(kind);
     Prepared prepared(call.problem);
     prepared.run(call.problem);
     const long before = allocations;
@@ -249,7 +252,7 @@ TEST(Plan, RunAllocatesNothing) {
 }
 
 TEST(Plan, RunsInSeveralThreadsAtOnce) {
-  Call call;
+  SmallCall call;
   const Plan chosen = plan(call.problem);
   attention(call.problem);
   std::vector<HostTensor> outs;
@@ -270,7 +273,7 @@ TEST(Plan, RunsInSeveralThreadsAtOnce) {
 }
 
 TEST(Plan, FillsStatistics) {
-  Call call;
+  SmallCall call;
   Statistics statistics;
   statistics.tiles_full = -1;
   statistics.splits = -1;
@@ -281,7 +284,7 @@ TEST(Plan, FillsStatistics) {
 }
 
 TEST(Plan, ExplainsTheChoiceAndTheOthers) {
-  Call call;
+  SmallCall call;
   Options options;
   options.threads = 2;
   options.softmax = Softmax::conditional;
@@ -297,7 +300,7 @@ TEST(Plan, ExplainsTheChoiceAndTheOthers) {
 }
 
 TEST(Plan, RefusesDevicesWithTheReasonAndWhatWouldWork) {
-  Call call;
+  SmallCall call;
   for (const Device device : {Device::cuda, Device::emulated_sm90a, Device::emulated_sm100a}) {
     Options options;
     options.device = device;
@@ -311,7 +314,7 @@ TEST(Plan, RefusesDevicesWithTheReasonAndWhatWouldWork) {
 }
 
 TEST(Plan, RefusesFp8OnTheCpuAndSaysWhatWouldWork) {
-  Call call(Kind::dense, DType::e4m3);
+  SmallCall call(Kind::dense, DType::e4m3);
   const HostTensor out(DType::f32, {2, 3, 4, 6});
   call.problem.out = out.tensor();
   for (const Device device : {Device::automatic, Device::cpu}) {
@@ -326,7 +329,7 @@ TEST(Plan, RefusesFp8OnTheCpuAndSaysWhatWouldWork) {
 }
 
 TEST(Plan, RefusesBadOptions) {
-  Call call;
+  SmallCall call;
   Options options;
   options.threads = -1;
   expect_in(sentence_of([&] { static_cast<void>(plan(call.problem, options)); }),
@@ -345,7 +348,7 @@ TEST(Plan, RefusesBadOptions) {
 }
 
 TEST(Plan, MovedFromIsRefusedNotDereferenced) {
-  Call call;
+  SmallCall call;
   Plan first = plan(call.problem);
   const Plan second = std::move(first);
   EXPECT_GT(second.workspace_bytes(), 0u);
@@ -368,7 +371,7 @@ TEST(Plan, EveryOptionReachesTheBackend) {
       {"alibi", [](Problem& p) { p.alibi = {}; }},
   };
   for (const Kind kind : {Kind::dense, Kind::varlen, Kind::paged}) {
-    Call call(kind);
+    SmallCall call(kind);
     attention(call.problem);
     const std::vector<std::byte> before = call.out.bytes();
     for (const auto& [option, change] : changes) {

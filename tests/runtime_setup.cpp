@@ -20,7 +20,7 @@ fovea_lengths to_c(std::span<const std::int32_t> lengths) {
 
 }  // namespace
 
-Call::Call(Kind kind, DType dtype) {
+SmallCall::SmallCall(Kind kind, DType dtype) {
   Random random(7);
   const bool varlen = kind == Kind::varlen;
   const Shape rows_q = varlen ? Shape{1, 6, 4, 8} : Shape{2, 3, 4, 8};
@@ -58,7 +58,7 @@ Call::Call(Kind kind, DType dtype) {
   }
 }
 
-std::span<const std::int32_t> Call::keep(std::initializer_list<std::int32_t> values) {
+std::span<const std::int32_t> SmallCall::keep(std::initializer_list<std::int32_t> values) {
   return entries.emplace_back(values);
 }
 

@@ -21,8 +21,8 @@ enum class Kind { dense, varlen, paged };
 //   dense   3 queries, 5 keys
 //   varlen  2 + 3 queries of 6 rows, 4 + 5 keys of 10 rows: one row of slack each
 //   paged   dense queries; 7 pages of 4 keys, 3 table columns, 5 and 9 keys used
-struct Call {
-  explicit Call(Kind kind = Kind::dense, DType dtype = DType::f32);
+struct SmallCall {
+  explicit SmallCall(Kind kind = Kind::dense, DType dtype = DType::f32);
 
   // Entries that live as long as the call.
   std::span<const std::int32_t> keep(std::initializer_list<std::int32_t> entries);
