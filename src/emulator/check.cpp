@@ -314,7 +314,7 @@ void check_tensor(const AccessView& view, Cta& target, u32 column, u32 columns, 
       Conflict conflict;
       const bool in_pipeline = chain != 0 && cell.chain == chain;
       if (cell.write != 0 && !in_pipeline) conflict = against_write(view, cell, access, part_of_clock);
-      if (access != Access::read && conflict.kind == FaultKind::none && !in_pipeline) {
+      if (access != Access::read && conflict.kind == FaultKind::none) {
         conflict = against_reads(view, cell, part_of_clock);
       }
       if (conflict.kind != FaultKind::none) {

@@ -1,37 +1,39 @@
 // Whole kernels under every schedule: the right product, and not a single report.
 #include <gtest/gtest.h>
 
-#include "gemm_runner.h"
+#include "kernel_runner.h"
 
 namespace fovea::emulator::testing {
 namespace {
 
 struct Case {
-  GemmKernel kernel;
+  Kernel kernel;
   Policy policy;
   std::uint64_t seed;
   bool in_order;
 };
 
-class Gemm : public ::testing::TestWithParam<Case> {};
+class Kernels : public ::testing::TestWithParam<Case> {};
 
-TEST_P(Gemm, IsCorrectAndClean) {
+TEST_P(Kernels, IsCorrectAndClean) {
   const Case& c = GetParam();
   Schedule schedule;
   schedule.policy = c.policy;
   schedule.seed = c.seed;
   schedule.in_order_tensor = c.in_order;
-  const GemmResult result = run_gemm(c.kernel, read_text(gemm_path(c.kernel)), schedule);
+  const KernelResult result = run_kernel(c.kernel, read_text(kernel_path(c.kernel)), schedule);
   for (const Fault& fault : result.report.faults) ADD_FAILURE() << fault.text();
   EXPECT_TRUE(result.correct) << "largest relative error " << result.max_error;
-  const Counters& total = result.report.total;
-  EXPECT_EQ(total.tensor_flops_f16, 2u * 256 * 256 * 256);
+  const bool gemm = c.kernel != Kernel::attention_sm90 && c.kernel != Kernel::attention_sm100;
+  const std::uint64_t flops = gemm ? 2u * 256 * 256 * 256 : 4u * 128 * 320 * 64;
+  EXPECT_EQ(result.report.total.tensor_flops_f16, flops);
 }
 
 std::vector<Case> all_cases() {
   std::vector<Case> cases;
-  for (const GemmKernel kernel :
-       {GemmKernel::sm90, GemmKernel::sm100_single, GemmKernel::sm100_pair}) {
+  for (const Kernel kernel :
+       {Kernel::gemm_sm90, Kernel::gemm_single, Kernel::gemm_pair,
+                              Kernel::attention_sm90, Kernel::attention_sm100}) {
     cases.push_back({kernel, Policy::eager, 0, false});
     cases.push_back({kernel, Policy::lazy, 1, false});
     cases.push_back({kernel, Policy::lazy, 2, true});
@@ -42,15 +44,15 @@ std::vector<Case> all_cases() {
   return cases;
 }
 
-INSTANTIATE_TEST_SUITE_P(Schedules, Gemm, ::testing::ValuesIn(all_cases()));
+INSTANTIATE_TEST_SUITE_P(Schedules, Kernels, ::testing::ValuesIn(all_cases()));
 
-TEST(Gemm, RepeatsExactlyWithTheSameSeed) {
+TEST(KernelRuns, RepeatsExactlyWithTheSameSeed) {
   Schedule schedule;
   schedule.policy = Policy::random;
   schedule.seed = 7;
-  const std::string ptx = read_text(gemm_path(GemmKernel::sm90));
-  const GemmResult first = run_gemm(GemmKernel::sm90, ptx, schedule);
-  const GemmResult second = run_gemm(GemmKernel::sm90, ptx, schedule);
+  const std::string ptx = read_text(kernel_path(Kernel::gemm_sm90));
+  const KernelResult first = run_kernel(Kernel::gemm_sm90, ptx, schedule);
+  const KernelResult second = run_kernel(Kernel::gemm_sm90, ptx, schedule);
   EXPECT_EQ(first.report.json(), second.report.json());
 }
 

@@ -63,15 +63,15 @@ DEVICE void gemm(const TensorMap* map_a, const TensorMap* map_b, float* c, int s
       asm volatile("tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned;");
     }
   }
-  asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
   if constexpr (kGroup == 2) cluster_sync(); else __syncthreads();
-  asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
   const u32 tensor = s.tensor_address;
   const int row0 = blockIdx.x * 128;
   constexpr u32 kShape = 1u << 4 | 1u << 7 | 1u << 10 | (kColumns / 8) << 17 | (128 * kGroup / 16) << 24;
   if (warp == 0 && elect()) {
     int stage = 0, phase = 1;
+#pragma unroll 1
     for (int tile = 0; tile < 2; tile++)
+#pragma unroll 1
       for (int k = 0; k < steps; k++) {
         barrier_wait_cluster(&s.empty[stage], phase);
         const u32 bytes = (128 + kColumns / kGroup) * kDepth * 2;
@@ -88,12 +88,13 @@ DEVICE void gemm(const TensorMap* map_a, const TensorMap* map_b, float* c, int s
       }
   } else if (warp == 1 && rank == 0 && elect()) {
     int stage = 0, phase = 0;
+#pragma unroll 1
     for (int tile = 0; tile < 2; tile++) {
       barrier_wait_cluster(&s.accumulator_empty, tile & 1 ^ 1);
       asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
+#pragma unroll 1
       for (int k = 0; k < steps; k++) {
         barrier_wait_cluster(&s.full[stage], phase);
-        asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
         for (int i = 0; i < kDepth / 16; i++)
           multiply<kGroup>(tensor, blackwell_descriptor(s.a[stage] + i * 16, 16), blackwell_descriptor(s.b[stage] + i * 16, 16), kShape, k + i > 0);
         commit<kGroup>(&s.empty[stage]);
@@ -102,6 +103,7 @@ DEVICE void gemm(const TensorMap* map_a, const TensorMap* map_b, float* c, int s
       commit<kGroup>(&s.accumulator_full);
     }
   } else if (warp >= 4) {
+#pragma unroll 1
     for (int tile = 0; tile < 2; tile++) {
       barrier_wait_cluster(&s.accumulator_full, tile);
       asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
@@ -121,9 +123,7 @@ DEVICE void gemm(const TensorMap* map_a, const TensorMap* map_b, float* c, int s
     }
   }
   __syncwarp();
-  asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
   if constexpr (kGroup == 2) cluster_sync(); else __syncthreads();
-  asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
   if (warp == 2) {
     if constexpr (kGroup == 1) asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, 128;" ::"r"(tensor));
     else asm volatile("tcgen05.dealloc.cta_group::2.sync.aligned.b32 %0, 128;" ::"r"(tensor));

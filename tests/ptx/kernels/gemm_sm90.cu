@@ -42,7 +42,9 @@ gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap 
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x / 32 == 8 && elect()) {
       int stage = 0, phase = 1;
+#pragma unroll 1
       for (int tile = 0; tile < 2; tile++)
+#pragma unroll 1
         for (int k = 0; k < steps; k++) {
           barrier_wait(&s.empty[stage], phase);
           barrier_expect(&s.full[stage], 2 * 128 * kDepth * 2);
@@ -56,10 +58,12 @@ gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap 
   asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   int stage = 0, phase = 0;
+#pragma unroll 1
   for (int tile = 0; tile < 2; tile++) {
     float d[64];
 #pragma unroll
     for (int i = 0; i < 64; i++) d[i] = 0;
+#pragma unroll 1
     for (int k = 0; k < steps; k++) {
       barrier_wait(&s.full[stage], phase);
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

@@ -1,4 +1,4 @@
-#include "gemm_runner.h"
+#include "kernel_runner.h"
 
 #include <cmath>
 #include <cstring>
@@ -65,12 +65,28 @@ std::string read_text(const std::string& path) {
   return text.str();
 }
 
-std::string gemm_path(GemmKernel kernel) {
-  return kernel == GemmKernel::sm90 ? "kernels/gemm_sm90.ptx" : "kernels/gemm_sm100.ptx";
+std::string kernel_path(Kernel kernel) {
+  switch (kernel) {
+    case Kernel::gemm_sm90: return "kernels/gemm_sm90.ptx";
+    case Kernel::attention_sm90: return "kernels/attention_sm90.ptx";
+    case Kernel::attention_sm100: return "kernels/attention_sm100.ptx";
+    default: return "kernels/gemm_sm100.ptx";
+  }
 }
 
-GemmResult run_gemm(GemmKernel kernel, const std::string& ptx, const Schedule& schedule) {
-  const bool hopper = kernel == GemmKernel::sm90, pair = kernel == GemmKernel::sm100_pair;
+std::string kernel_entry(Kernel kernel) {
+  switch (kernel) {
+    case Kernel::gemm_sm90: return "gemm";
+    case Kernel::gemm_single: return "gemm_single";
+    case Kernel::gemm_pair: return "gemm_pair";
+    default: return "attention";
+  }
+}
+
+namespace {
+
+KernelResult run_gemm(Kernel kernel, const std::string& ptx, const Schedule& schedule) {
+  const bool hopper = kernel == Kernel::gemm_sm90, pair = kernel == Kernel::gemm_pair;
   const Module module = Module::parse(ptx);
   Machine machine(hopper ? chip_h200() : chip_b200());
   const std::vector<u16> a = random_bf16(kRows * kDepth, 1), b = random_bf16(kColumns * kDepth, 2);
@@ -82,7 +98,7 @@ GemmResult run_gemm(GemmKernel kernel, const std::string& ptx, const Schedule& s
   machine.fill(address_c, 0xff, out_bytes);
   LaunchConfig config;
   config.grid.x = kRows / 128;
-  GemmResult result;
+  KernelResult result;
   if (hopper) {
     Hopper p{};
     p.a = map_of(address_a, kDepth, kRows, 128);
@@ -124,6 +140,78 @@ GemmResult run_gemm(GemmKernel kernel, const std::string& ptx, const Schedule& s
   }
   result.correct = finite && result.max_error < (hopper ? 4e-3 : 1e-4);
   return result;
+}
+
+struct alignas(64) Attention {
+  TensorMap q, k, v;
+  u64 out;
+  int blocks;
+  float scale_log2;
+};
+
+double attention_error(const std::vector<u16>& q, const std::vector<u16>& k,
+                       const std::vector<u16>& v, const std::vector<float>& out, int keys) {
+  double worst = 0;
+  const int queries = static_cast<int>(q.size()) / 64;
+  for (int row = 0; row < queries; row += 3) {
+    std::vector<double> weight(static_cast<std::size_t>(keys));
+    double total = 0;
+    for (int j = 0; j < keys; ++j) {
+      double dot = 0;
+      for (int d = 0; d < 64; ++d) dot += element(q, row * 64 + d) * element(k, j * 64 + d);
+      weight[static_cast<std::size_t>(j)] = std::exp(dot / 8);
+      total += weight[static_cast<std::size_t>(j)];
+    }
+    for (int d = 0; d < 64; ++d) {
+      double sum = 0;
+      for (int j = 0; j < keys; ++j) sum += weight[static_cast<std::size_t>(j)] * element(v, j * 64 + d);
+      const double value = static_cast<double>(out[static_cast<std::size_t>(row * 64 + d)]);
+      const double error = std::fabs(value - sum / total) / (1 + std::fabs(sum / total));
+      worst = error <= worst ? worst : error;  // also takes over a NaN
+    }
+  }
+  return worst;
+}
+
+KernelResult run_attention(Kernel kernel, const std::string& ptx, const Schedule& schedule) {
+  const bool hopper = kernel == Kernel::attention_sm90;
+  const int queries = 128, blocks = 5, keys = 64 * blocks;
+  const Module module = Module::parse(ptx);
+  Machine machine(hopper ? chip_h200() : chip_b200());
+  const std::vector<u16> q = random_bf16(queries * 64, 1), k = random_bf16(keys * 64, 2),
+                         v = random_bf16(keys * 64, 3);
+  auto upload = [&](const std::vector<u16>& values) {
+    const u64 address = machine.allocate(values.size() * 2);
+    machine.write(address, values.data(), values.size() * 2);
+    return address;
+  };
+  Attention p{};
+  p.q = map_of(upload(q), 64, queries, hopper ? 64 : 128);
+  p.k = map_of(upload(k), 64, keys, 64);
+  p.v = map_of(upload(v), 64, keys, 64);
+  std::vector<float> out(static_cast<std::size_t>(queries) * 64);
+  p.out = machine.allocate(out.size() * 4);
+  machine.fill(p.out, 0xff, out.size() * 4);
+  p.blocks = blocks;
+  p.scale_log2 = 1.4426950409f / 8;
+  LaunchConfig config;
+  config.grid.x = hopper ? 2 : 1;
+  config.block.x = 160;
+  config.dynamic_shared_bytes = hopper ? 41984 : 50176;
+  KernelResult result;
+  result.report = machine.launch(module, "attention", config, bytes_of(p, 400), schedule);
+  machine.read(out.data(), p.out, out.size() * 4);
+  result.max_error = attention_error(q, k, v, out, keys);
+  result.correct = result.max_error < 1e-2;  // P is rounded to bf16
+  return result;
+}
+
+}  // namespace
+
+KernelResult run_kernel(Kernel kernel, const std::string& ptx, const Schedule& schedule) {
+  return kernel == Kernel::attention_sm90 || kernel == Kernel::attention_sm100
+             ? run_attention(kernel, ptx, schedule)
+             : run_gemm(kernel, ptx, schedule);
 }
 
 }  // namespace fovea::emulator::testing
