@@ -40,9 +40,9 @@ endif()
 
 # fovea_include_tree(<name> [FILES <file>...])
 #
-# Sets <name>_INCLUDE_DIR to a directory that holds a link to the current folder and nothing else, or
-# that folder with links to the named files only. It is the whole reason why `#include "core/mask.h"`
-# compiles in a target that links fovea_core and fails in one that does not.
+# Sets <name>_INCLUDE_DIR to a directory that holds a link to the current folder and nothing else,
+# or that folder with links to the named files only. It is the whole reason why
+# `#include "core/mask.h"` compiles in a target that links fovea_core and fails in any other.
 function(fovea_include_tree name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "FILES")
   get_filename_component(folder ${CMAKE_CURRENT_SOURCE_DIR} NAME)
