@@ -20,9 +20,6 @@ using core::int64;
 
 constexpr std::size_t alignment_bytes = 64;
 
-// Up to here reading K and V in place is faster than packing them.
-constexpr int64 most_streamed_rows = 8;
-
 std::size_t align_up(std::size_t bytes) {
   return (bytes + alignment_bytes - 1) / alignment_bytes * alignment_bytes;
 }
@@ -39,10 +36,17 @@ int64 longest_rows(const core::Problem& p) { return p.seqlen_q * p.group_size();
 // in its own order.
 constexpr int32 most_heads_per_tile = 64;
 
-int32 choose_heads_per_tile(const core::Problem& p) {
-  const bool side_by_side = p.k.stride[2] < p.k.stride[1];
-  return side_by_side ? std::min(p.heads_kv, most_heads_per_tile) : 1;
+bool heads_side_by_side(const core::Problem& p) {
+  return p.heads_kv > 1 && p.k.stride[2] < p.k.stride[1];
 }
+
+int32 choose_heads_per_tile(const core::Problem& p) {
+  return heads_side_by_side(p) ? std::min(p.heads_kv, most_heads_per_tile) : 1;
+}
+
+// Up to how many rows reading K and V in place is faster than packing them: more where packing one
+// head would skip through the pages of all of them.
+int64 most_streamed_rows(const core::Problem& p) { return heads_side_by_side(p) ? 32 : 16; }
 
 int64 head_groups(const core::Problem& p, const ForwardConfig& config) {
   return core::ceil_div(p.heads_kv, config.heads_per_tile);
@@ -280,7 +284,7 @@ ForwardConfig configure_forward(const core::Problem& problem, int threads,
   config.bf16_products = problem.q.dtype == core::DType::bf16 && has_bf16_products();
   // Both packs of a block stay within the second-level cache.
   config.block_k = problem.head_dim + problem.head_dim_v > 512 ? 64 : 128;
-  config.few_rows = longest_rows(problem) <= most_streamed_rows;
+  config.few_rows = longest_rows(problem) <= most_streamed_rows(problem);
   if (config.few_rows) {
     config.block_k = 64;
     config.heads_per_tile = choose_heads_per_tile(problem);
