@@ -1,5 +1,7 @@
 #include "runtime/device.h"
 
+#include <charconv>
+
 #include "fovea/fovea.hpp"
 
 namespace fovea::runtime {
@@ -51,6 +53,25 @@ void check_tensor_map(const TensorMapSpec& spec) {
   if (width != 0 && inner_bytes > width) {
     refuse("inner box bytes", inner_bytes, "at most the swizzle's " + std::to_string(width));
   }
+}
+
+std::unique_ptr<Device> open_device(std::string_view name, const EmulationOptions& options) {
+  constexpr std::string_view emulated = "emulated:";
+  constexpr std::string_view cuda = "cuda:";
+  if (name.starts_with(emulated)) {
+    return open_emulated_device(name.substr(emulated.size()), options);
+  }
+  if (name == "cuda") return open_cuda_device(0);
+  if (name.starts_with(cuda)) {
+    int ordinal = -1;
+    const char* end = name.data() + name.size();
+    const auto parsed = std::from_chars(name.data() + cuda.size(), end, ordinal);
+    if (parsed.ec == std::errc() && parsed.ptr == end && ordinal >= 0) {
+      return open_cuda_device(ordinal);
+    }
+  }
+  throw Error("device is '" + std::string(name) +
+              "', but must be cuda, cuda:N, emulated:sm_90a or emulated:sm_100a");
 }
 
 }  // namespace fovea::runtime
