@@ -31,8 +31,11 @@ double multiply_add(std::int64_t iterations, float* sink) {
   const hn::ScalableTag<float> tag;
   const auto a = hn::Set(tag, 1.0f + sink[0] * 1e-3f);
   const auto b = hn::Set(tag, sink[0] * 1e-3f);
-  auto s0 = hn::Zero(tag), s1 = s0, s2 = s0, s3 = s0, s4 = s0, s5 = s0;
-  auto s6 = s0, s7 = s0, s8 = s0, s9 = s0, s10 = s0, s11 = s0;
+  // They start apart: of sums that stay equal a compiler would keep a single one.
+  auto s0 = hn::Set(tag, 0.0f), s1 = hn::Set(tag, 1.0f), s2 = hn::Set(tag, 2.0f);
+  auto s3 = hn::Set(tag, 3.0f), s4 = hn::Set(tag, 4.0f), s5 = hn::Set(tag, 5.0f);
+  auto s6 = hn::Set(tag, 6.0f), s7 = hn::Set(tag, 7.0f), s8 = hn::Set(tag, 8.0f);
+  auto s9 = hn::Set(tag, 9.0f), s10 = hn::Set(tag, 10.0f), s11 = hn::Set(tag, 11.0f);
   for (std::int64_t i = 0; i < iterations; ++i) {
     s0 = hn::MulAdd(a, b, s0);
     s1 = hn::MulAdd(a, b, s1);
@@ -93,7 +96,7 @@ __attribute__((target("avx512f,avx512bf16"))) double dot_bf16(std::int64_t itera
   __m512bh a;
   std::memcpy(&a, &bits, sizeof a);
   __m512 s[12];
-  for (__m512& sum : s) sum = _mm512_setzero_ps();
+  for (int i = 0; i < 12; ++i) s[i] = _mm512_set1_ps(static_cast<float>(i));  // apart, as above
   for (std::int64_t i = 0; i < iterations; ++i) {
     s[0] = _mm512_dpbf16_ps(s[0], a, a);
     s[1] = _mm512_dpbf16_ps(s[1], a, a);

@@ -1,0 +1,136 @@
+"""include/fovea/fovea.h through ctypes: as much of it as timing a call needs."""
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+
+F32, BF16 = 0, 1
+DEVICE_CPU = 1
+
+
+class Tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("dtype", ctypes.c_int),
+        ("present", ctypes.c_int32),
+        ("shape", ctypes.c_int64 * 4),
+        ("stride", ctypes.c_int64 * 4),
+    ]
+
+
+class Lengths(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("count", ctypes.c_int64)]
+
+
+class Problem(ctypes.Structure):
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        *((name, Tensor) for name in ("q", "k", "v", "out", "lse", "bias", "mask", "sink", "alibi")),
+        *((name, Lengths) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")),
+        ("max_seqlen_q", ctypes.c_int64),
+        ("max_seqlen_k", ctypes.c_int64),
+        ("block_table", Lengths),
+        ("block_table_columns", ctypes.c_int64),
+        ("softmax_scale", ctypes.c_float),
+        ("has_softmax_scale", ctypes.c_int32),
+        ("causal", ctypes.c_int32),
+        ("window_left", ctypes.c_int64),
+        ("window_right", ctypes.c_int64),
+        ("softcap", ctypes.c_float),
+        ("dropout_probability", ctypes.c_float),
+        ("dropout_seed", ctypes.c_uint64),
+        ("dropout_offset", ctypes.c_uint64),
+        ("num_splits", ctypes.c_int32),
+        ("deterministic", ctypes.c_int32),
+    ]
+
+
+class Options(ctypes.Structure):
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("device", ctypes.c_int),
+        ("threads", ctypes.c_int32),
+        ("softmax", ctypes.c_int),
+    ]
+
+
+class Library:
+    """The shared object that bench/CMakeLists.txt builds."""
+
+    def __init__(self, path: Path):
+        self._lib = ctypes.CDLL(str(path))
+        self._lib.fovea_last_error.restype = ctypes.c_char_p
+        self._lib.fovea_version.restype = ctypes.c_char_p
+        self._lib.fovea_plan_run.argtypes = [
+            ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p,
+        ]
+        self._lib.fovea_plan_destroy.argtypes = [ctypes.c_void_p]
+        self.run = self._lib.fovea_plan_run
+
+    def version(self) -> str:
+        return self._lib.fovea_version().decode()
+
+    def check(self, status: int) -> None:
+        if status != 0:
+            raise RuntimeError(self._lib.fovea_last_error().decode())
+
+    def problem(self, q, k, v, out, causal: bool) -> Problem:
+        """q, k, v, out: numpy arrays (batch, seqlen, heads, head_dim) of float32, or uint16 that
+        holds bf16, with any strides. They have to outlive the problem."""
+        problem = Problem()
+        self.check(self._lib.fovea_problem_init(ctypes.byref(problem), ctypes.sizeof(problem)))
+        problem.q, problem.k, problem.v, problem.out = (_tensor(a) for a in (q, k, v, out))
+        problem.causal = causal
+        return problem
+
+    def plan(self, problem: Problem, threads: int) -> "Plan":
+        return Plan(self, problem, threads)
+
+
+class Plan:
+    """A plan with its workspace."""
+
+    def __init__(self, library: Library, problem: Problem, threads: int):
+        lib = library._lib
+        options = Options()
+        library.check(lib.fovea_options_init(ctypes.byref(options), ctypes.sizeof(options)))
+        options.device = DEVICE_CPU
+        options.threads = threads
+        handle = ctypes.c_void_p()
+        library.check(
+            lib.fovea_plan_create(
+                ctypes.byref(problem), ctypes.byref(options), ctypes.byref(handle)
+            )
+        )
+        self._handle, self._destroy = handle, lib.fovea_plan_destroy
+        size = ctypes.c_size_t()
+        library.check(lib.fovea_plan_workspace_bytes(handle, ctypes.byref(size)))
+        self.workspace_bytes = size.value
+        self._workspace = np.empty(size.value, dtype=np.uint8)
+        self._library = library
+
+    def run(self, problem: Problem) -> None:
+        status = self._library.run(
+            self._handle,
+            ctypes.addressof(problem),
+            self._workspace.ctypes.data,
+            self.workspace_bytes,
+            None,
+        )
+        if status != 0:
+            self._library.check(status)
+
+    def __del__(self):
+        if getattr(self, "_handle", None):
+            self._destroy(self._handle)
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    tensor = Tensor()
+    tensor.data = array.ctypes.data
+    tensor.dtype = {np.dtype(np.float32): F32, np.dtype(np.uint16): BF16}[array.dtype]
+    tensor.present = 1
+    tensor.shape[:] = array.shape
+    tensor.stride[:] = [stride // array.itemsize for stride in array.strides]
+    return tensor
