@@ -53,7 +53,7 @@ constexpr KeyRange key_range(Window window, int64 length_q, int64 length_k, int6
 
 // Keys that any of the rows [q_begin, q_end) sees (a superset by the ends, exact at both ends).
 constexpr KeyRange union_range(Window window, int64 length_q, int64 length_k, int64 q_begin,
-                                   int64 q_end) {
+                               int64 q_end) {
   // Rows at either end may see nothing: the first with keys and the last with keys bound the union.
   KeyRange range{0, 0};
   if (q_begin >= q_end || length_k <= 0) return range;
@@ -72,7 +72,7 @@ constexpr KeyRange union_range(Window window, int64 length_q, int64 length_k, in
 
 // Keys that all of the rows [q_begin, q_end) see.
 constexpr KeyRange common_range(Window window, int64 length_q, int64 length_k, int64 q_begin,
-                                    int64 q_end) {
+                                int64 q_end) {
   if (q_begin >= q_end) return {0, 0};
   const KeyRange first = key_range(window, length_q, length_k, q_begin);
   const KeyRange last = key_range(window, length_q, length_k, q_end - 1);
@@ -96,7 +96,7 @@ struct BlockRange {
 };
 
 constexpr BlockRange block_range(Window window, int64 length_q, int64 length_k, int64 q_begin,
-                                     int64 q_end, int64 block_k) {
+                                 int64 q_end, int64 block_k) {
   BlockRange blocks;
   const KeyRange any = union_range(window, length_q, length_k, q_begin, q_end);
   if (any.empty()) return blocks;

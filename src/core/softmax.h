@@ -1,16 +1,16 @@
 // The state of one softmax row while its keys pass by in tiles, and how partial rows combine.
 //
 // Logits here are in log2 units: t = score * softmax_scale * log2(e). A row keeps a reference m and
-// the sum of 2^(t - m) over the keys seen; the output accumulator is on the same scale. Any finite m
-// gives the same result up to rounding, as long as nothing overflows: that freedom is what the three
-// policies use.
+// the sum of 2^(t - m) over the keys seen; the output accumulator is on the same scale. Any finite
+// m gives the same result up to rounding, as long as nothing overflows: that freedom is what the
+// three policies use.
 //
-//   online      m = the maximum seen; raised (and the sums rescaled) by every tile that exceeds it
-//   conditional m is raised only when the new maximum exceeds it by more than a threshold
-//               (FlashAttention-4, section 3.2)
-//   sum_guard   no maximum at all in unmasked tiles: exponentiate with the m known before; every term
-//               is positive, so a partial sum bounds the largest of them, and only when a partial sum
-//               passes the threshold is m raised, by a power of two, exactly
+//   online       m is the maximum seen; every tile that exceeds it raises it and rescales the sums
+//   conditional  m is raised only when the new maximum exceeds it by more than a threshold
+//                (FlashAttention-4, section 3.2)
+//   sum_guard    no maximum at all once a row has seen a key: exponentiate with the m known before;
+//                every term is positive, so a partial sum bounds the largest of them, and only when
+//                a partial sum passes the threshold is m raised, by a power of two, exactly
 #pragma once
 
 #include "core/numeric.h"
@@ -37,21 +37,23 @@ struct Rescale {
 };
 
 constexpr Rescale raise_reference(float reference, float tile_max, float threshold_log2) {
-  if (!(tile_max > -infinity)) return {reference, 0.0f};           // nothing visible in the tile
-  if (!(reference > -infinity)) return {tile_max, -infinity};      // first visible keys of the row
+  if (!(tile_max > -infinity)) return {reference, 0.0f};       // nothing visible in the tile
+  if (!(reference > -infinity)) return {tile_max, -infinity};  // first visible keys of the row
   if (!(tile_max > reference + threshold_log2)) return {reference, 0.0f};
   return {tile_max, reference - tile_max};
 }
 
-// The repair of sum_guard: the exponent of a partial sum beyond the threshold, 2^k <= sum < 2^(k+1).
+// The repair of sum_guard: the exponent of a partial sum beyond the threshold, 2^k <= sum <
+// 2^(k+1).
 constexpr int guard_exponent(float partial_sum) {
   return static_cast<int>(bits_of(partial_sum) >> 23) - 127;
 }
 
-// How two finished parts of a row combine: split-KV, ring attention, the sink (a part of zero output
-// and lse = sink). A part is an output normalised by its own sum and its log-sum-exp (natural log).
-// The neutral part is lse = -infinity, whatever its output holds: the other part comes back bit for
-// bit, and weighted() selects instead of multiplying so that a NaN beside a zero weight is ignored.
+// How two finished parts of a row combine: split-KV, ring attention, the sink (a part of zero
+// output and lse = sink). A part is an output normalised by its own sum and its log-sum-exp
+// (natural log). The neutral part is lse = -infinity, whatever its output holds: the other part
+// comes back bit for bit, and weighted() selects instead of multiplying so that a NaN beside a zero
+// weight is ignored.
 struct Merge {
   float lse;
   float weight_a;

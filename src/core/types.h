@@ -4,7 +4,6 @@
 // core/ is compiled by g++, clang and NVRTC alike: no standard library, no CUDA headers, no heap.
 #pragma once
 
-
 namespace fovea::core {
 
 using int8 = signed char;
@@ -67,10 +66,10 @@ struct Dropout {
 // computes.
 struct Problem {
   View q, k, v, out;
-  View lse;   // fp32 (batch, head, query) dense, (0, head, row) varlen; may be absent
-  View bias;  // added after softcap; (batch, head, query, key); may be absent
-  View mask;  // boolean, nonzero = visible; may be absent
-  View sink;  // fp32, one extra logit per query head at stride[0]; may be absent
+  View lse;    // fp32 (batch, head, query) dense, (0, head, row) varlen; may be absent
+  View bias;   // added after softcap; (batch, head, query, key); may be absent
+  View mask;   // boolean, nonzero = visible; may be absent
+  View sink;   // fp32, one extra logit per query head at stride[0]; may be absent
   View alibi;  // fp32 slopes at (batch, head); may be absent
 
   int64 batch = 0;
@@ -103,7 +102,8 @@ struct Problem {
   constexpr bool is_paged() const { return page_size > 0; }
 };
 
-// Where one sequence of the batch lies: rows of q and of (unpaged) k and v, and their valid lengths.
+// Where one sequence of the batch lies: rows of q and of (unpaged) k and v, and their valid
+// lengths.
 struct Sequence {
   int64 batch_q = 0;  // batch coordinate for q and out
   int64 batch_k = 0;
@@ -137,7 +137,7 @@ constexpr Sequence sequence_at(const Problem& p, int64 b) {
 
 // Element offset of key row `key` of a sequence in k or v, head coordinate included.
 constexpr int64 key_offset(const Problem& p, const View& view, const Sequence& s, int64 b,
-                               int64 key, int64 head) {
+                           int64 key, int64 head) {
   if (p.page_size > 0) {
     const int64 page = p.block_table[b * p.block_table_stride + key / p.page_size];
     return view.offset(page, key % p.page_size, head);
