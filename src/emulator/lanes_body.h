@@ -14,7 +14,7 @@ using f64 = double;
 struct f32x2 {
   float x, y;
 };
-constexpr f32 kNan = std::numeric_limits<f32>::quiet_NaN();
+constexpr f32 kNan = std::bit_cast<f32>(0x7fffffffu);  // the only NaN that arithmetic makes
 
 // Narrow integers live in 32-bit rows.
 template <class T>
@@ -62,6 +62,7 @@ inline f32 ftz(f32 value) {
   const u32 bits = std::bit_cast<u32>(value);
   return std::bit_cast<f32>((bits & 0x7f800000u) == 0 ? bits & 0x80000000u : bits);
 }
+inline f32 nan1(f32 value) { return value != value ? kNan : value; }
 inline f32 fused(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
 inline i32 clamp_to_i32(i64 v) {
   return static_cast<i32>(v < INT32_MIN ? INT32_MIN : v > INT32_MAX ? INT32_MAX : v);
@@ -197,17 +198,22 @@ inline u32 bit_mask(u32 position, u32 width, u32 wrap) {
 }
 
 template <class T>
+inline T canonical_nan() {
+  if constexpr (sizeof(T) == 4) return kNan;
+  else return std::numeric_limits<T>::quiet_NaN();
+}
+template <class T>
 inline T min_number(T a, T b) {
   // -0 counts as less than +0; a NaN loses against a number and two NaNs give the canonical one
   const T smaller = a < b || (a == b && std::signbit(a)) ? a : b;
   const T number = a != a ? b : b != b ? a : smaller;
-  return number != number ? std::numeric_limits<T>::quiet_NaN() : number;
+  return number != number ? canonical_nan<T>() : number;
 }
 template <class T>
 inline T max_number(T a, T b) {
   const T larger = a > b || (a == b && !std::signbit(a)) ? a : b;
   const T number = a != a ? b : b != b ? a : larger;
-  return number != number ? std::numeric_limits<T>::quiet_NaN() : number;
+  return number != number ? canonical_nan<T>() : number;
 }
 inline f32 xor_sign(f32 magnitude, f32 a, f32 b) {
   const u32 sign = (std::bit_cast<u32>(a) ^ std::bit_cast<u32>(b)) & 0x80000000u;

@@ -1,0 +1,83 @@
+// The twin test: the same tiny kernels and the Hopper test kernels on a GPU (through the driver,
+// opened at run time) and on the emulator. Prints one table; exit status 1 when anything differs,
+// 2 when there is no GPU.
+#include <dlfcn.h>
+
+#include <cstdio>
+#include <cstring>
+#include <map>
+
+#include "cases.h"
+#include "emulator.h"
+#include "kernel_runner.h"
+#include "twin_driver.h"
+
+namespace fovea::emulator::testing {
+namespace {
+
+std::vector<std::uint64_t> emulate(const InstructionCase& item) {
+  Machine machine(item.blackwell ? chip_b200() : chip_h200());
+  const auto input = item.input_block();
+  const std::uint64_t pointers[2] = {machine.allocate(input.size() * 8), machine.allocate(32 * 8)};
+  machine.write(pointers[0], input.data(), input.size() * 8);
+  LaunchConfig config;
+  config.block.x = 32;
+  machine.launch(Module::parse(item.ptx()), "test", config, std::as_bytes(std::span(pointers)));
+  std::vector<std::uint64_t> output(32);
+  machine.read(output.data(), pointers[1], output.size() * 8);
+  return output;
+}
+
+struct Row {
+  int forms = 0, samples = 0, equal = 0, within = 0, differ = 0;
+};
+
+void compare(Driver& driver, const InstructionCase& item, Row& row) {
+  const std::vector<std::uint64_t> ours = emulate(item);
+  const std::vector<std::uint64_t> theirs = driver.run_case(item.ptx(), item.input_block());
+  ++row.forms;
+  for (std::size_t i = 0; i < item.samples.size(); ++i) {
+    ++row.samples;
+    if (ours[i] == theirs[i]) {
+      ++row.equal;
+    } else if (item.samples[i].tolerance > 0 && item.mismatch(i, theirs[i]).empty()) {
+      ++row.within;
+    } else {
+      ++row.differ;
+      std::printf("%s:%d %s sample %zu: emulator %#llx, GPU %#llx\n", item.file.c_str(), item.line,
+                  item.instruction.c_str(), i, static_cast<unsigned long long>(ours[i]),
+                  static_cast<unsigned long long>(theirs[i]));
+    }
+  }
+}
+
+int run(const std::string& folder) {
+  Driver driver;
+  const std::string problem = driver.open();
+  if (!problem.empty()) {
+    std::fprintf(stderr, "%s\n", problem.c_str());
+    return 2;
+  }
+  std::printf("GPU: %s\n", driver.name().c_str());
+  std::map<std::string, Row> table;
+  for (const char* file : {"integer.cases", "float.cases", "convert.cases"}) {
+    for (const InstructionCase& item : read_cases(folder + "/instructions/" + file)) {
+      if (!item.blackwell) compare(driver, item, table[file]);
+    }
+  }
+  int differ = 0;
+  std::printf("%-16s %6s %8s %8s %10s %8s\n", "file", "forms", "samples", "equal", "in bound", "differ");
+  for (const auto& [file, row] : table) {
+    std::printf("%-16s %6d %8d %8d %10d %8d\n", file.c_str(), row.forms, row.samples, row.equal,
+                row.within, row.differ);
+    differ += row.differ;
+  }
+  return differ == 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace fovea::emulator::testing
+
+int main(int argc, char** argv) {
+  return fovea::emulator::testing::run(argc > 1 ? argv[1] : FOVEA_PTX_TESTS);
+}
