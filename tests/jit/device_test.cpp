@@ -118,7 +118,8 @@ TEST_P(DeviceTest, PassesParametersByValue) {
 TEST_P(DeviceTest, GivesLargeDynamicSharedMemory) {
   const auto kernel = build_kernel(device(), R"(
     struct Params { int* out; int words; };
-    extern "C" __global__ void __launch_bounds__(256) fovea_kernel(const __grid_constant__ Params p) {
+    extern "C" __global__ void __launch_bounds__(256)
+    fovea_kernel(const __grid_constant__ Params p) {
       extern __shared__ __align__(1024) int words[];
       for (int i = threadIdx.x; i < p.words; i += 256) words[i] = i;
       __syncthreads();
@@ -313,7 +314,8 @@ TEST_P(DeviceTest, RunsClustersWithMulticastAndRemoteArrivals) {
       if (threadIdx.x == 0) {
         // Each CTA sends one row of two to both.
         mbarrier_arrive_expect_bytes(full, 256);
-        tma_load_multicast(shared_address(tile[rank]), &p.map, full, {0, (int)(2 * (blockIdx.x / 2) + rank)}, 3);
+        const int row = 2 * (blockIdx.x / 2) + rank;
+        tma_load_multicast(shared_address(tile[rank]), &p.map, full, {0, row}, 3);
         for (uint32 to = 0; to < 2; ++to) {
           mbarrier_arrive_remote(map_to_rank(shared_address(&met), to));
         }

@@ -273,7 +273,8 @@ std::string hopper_text(const Case &c, int depth) {
   return std::string(common_text) + steps_text(c, depth) +
          "#include \"device/wgmma.h\"\nnamespace fovea::device {\n" +
          runtime::wgmma_text(shape, "product") + R"(
-      extern "C" __global__ void __launch_bounds__(128) fovea_kernel(const __grid_constant__ Params p) {
+      extern "C" __global__ void __launch_bounds__(128)
+      fovea_kernel(const __grid_constant__ Params p) {
         float sum[64];
         fill(p);)" +
          load + R"(
@@ -287,7 +288,8 @@ std::string hopper_text(const Case &c, int depth) {
         wgmma_wait<0>();
         wgmma_hold(sum);
         for (int i = 0; i < 64; ++i) {
-          p.out[WgmmaAccumulator::row(threadIdx.x, i) * 128 + WgmmaAccumulator::col(threadIdx.x, i)] = sum[i];
+          const int row = WgmmaAccumulator::row(threadIdx.x, i);
+          p.out[row * 128 + WgmmaAccumulator::col(threadIdx.x, i)] = sum[i];
         }
       }
       })";
@@ -336,7 +338,8 @@ std::string blackwell_text(const Case &c, int depth) {
   const std::string store = c.a_not_shared ? R"(
         uint32 a[32];
         for (int i = 0; i < 32; ++i) {
-          a[i] = i < 8 * steps ? reinterpret_cast<const uint32*>(p.a)[threadIdx.x * 8 * steps + i] : 0;
+          const uint32* row = reinterpret_cast<const uint32*>(p.a) + threadIdx.x * 8 * steps;
+          a[i] = i < 8 * steps ? row[i] : 0;
         }
         tcgen05_store_32x32b_x32(base.lane(32 * (threadIdx.x / 32)) + 128, a);
         tcgen05_wait_store();
@@ -350,7 +353,8 @@ std::string blackwell_text(const Case &c, int depth) {
          "#include \"device/tcgen05.h\"\nnamespace fovea::device {\n" +
          runtime::tcgen05_mma_text(product) + runtime::tcgen05_load_text(128) +
          runtime::tcgen05_store_text(32) + R"(
-      extern "C" __global__ void __launch_bounds__(128) fovea_kernel(const __grid_constant__ Params p) {
+      extern "C" __global__ void __launch_bounds__(128)
+      fovea_kernel(const __grid_constant__ Params p) {
         // Behind the tiles, since static variables would come before them.
         uint32& address = *reinterpret_cast<uint32*>(b_tile() + 16384);
         Barrier& done = *reinterpret_cast<Barrier*>(b_tile() + 16384 + 8);
