@@ -37,6 +37,7 @@
 #include "cpu/softmax-inl.h"
 #include "cpu/tile-inl.h"
 #include "cpu/stream-inl.h"
+#include "cpu/bf16_stream-inl.h"
 #include "cpu/run_tile-inl.h"
 // clang-format on
 

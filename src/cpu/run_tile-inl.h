@@ -10,12 +10,22 @@ inline void run_tile(const core::Problem& problem, const ForwardConfig& config,
                      const Partials& partials, ForwardStatistics& statistics) {
   const auto run = [&](auto&& rows) { rows.run(packs, partials); };
   if (config.few_rows) {
+    using Staged = Float32Stream<LoadF32>;
+#if HWY_TARGET == HWY_AVX3
+    if (config.bf16_products && bf16_streams(problem)) {
+      return run(
+          StreamedTile<Bf16Stream, Bf16Stream, 4>(problem, config, tile, scratch, statistics));
+    }
+#endif
     switch (problem.q.dtype) {
       case core::DType::bf16:
-        return run(StreamedTile<LoadBf16, 4>(problem, config, tile, scratch, statistics));
+        return run(StreamedTile<Float32Stream<LoadBf16>, Staged, 4>(problem, config, tile, scratch,
+                                                                    statistics));
       case core::DType::f16:
-        return run(StreamedTile<LoadF16, 4>(problem, config, tile, scratch, statistics));
-      default: return run(StreamedTile<LoadF32, 6>(problem, config, tile, scratch, statistics));
+        return run(StreamedTile<Float32Stream<LoadF16>, Staged, 4>(problem, config, tile, scratch,
+                                                                   statistics));
+      default:
+        return run(StreamedTile<Staged, Staged, 6>(problem, config, tile, scratch, statistics));
     }
   }
 #if HWY_TARGET == HWY_AVX3

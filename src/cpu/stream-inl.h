@@ -58,7 +58,93 @@ HWY_INLINE void store_lane_sums(FloatVec a, FloatVec b, FloatVec c, FloatVec e, 
 #endif
 }
 
-template <class Load, int exp2_degree>
+// How many keys share a pass over the queries, and a pass over the output.
+inline constexpr int keys_at_once = 4;
+
+template <class Element>
+using FourRows = std::array<const Element*, keys_at_once>;
+
+// The two products of streamed rows in fp32, on rows that Load reads.
+template <class Load>
+struct Float32Stream {
+  using Element = typename Load::Element;
+  using Query = float;
+  static constexpr int64 columns_multiple = lanes;
+
+  // Rows are padded with zeros to whole vectors.
+  static void load_query(const core::View& view, int64 offset, int64 columns, float* row) {
+    load_row(view, offset, view.stride[3], columns, row);
+    fill_row(row, columns, padded_columns(columns), 0.0f);
+  }
+  static void stage_row(const core::View& view, int64 offset, int64 columns, float* row) {
+    load_query(view, offset, columns, row);
+  }
+
+  // scores[r][0..3] = queries[r] . keys[0..3]
+  template <int rows>
+  static HWY_INLINE void multiply(const FourRows<Element>& keys, const float* queries,
+                                  int64 query_stride, int64 columns, float* scores,
+                                  int64 score_stride) {
+    const FloatTag d;
+    FloatVec sum[rows][keys_at_once];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 4
+      for (int j = 0; j < keys_at_once; ++j) sum[r][j] = hn::Zero(d);
+    }
+    for (int64 i = 0; i < columns; i += lanes) {
+      FloatVec column[keys_at_once];
+#pragma GCC unroll 4
+      for (std::size_t j = 0; j < keys_at_once; ++j) column[j] = Load::load(keys[j] + i);
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; ++r) {
+        const FloatVec q = hn::Load(d, queries + r * query_stride + i);
+#pragma GCC unroll 4
+        for (int j = 0; j < keys_at_once; ++j) sum[r][j] = hn::MulAdd(q, column[j], sum[r][j]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+      store_lane_sums(sum[r][0], sum[r][1], sum[r][2], sum[r][3], scores + r * score_stride);
+    }
+  }
+
+  static void convert_weights(float*, int64) {}
+
+  // out[r] += sum over j of scores[r][key + j] values[j], once convert_weights() has seen the rows.
+  template <int rows>
+  static HWY_INLINE void add(const FourRows<Element>& values, const float* scores, int64 key,
+                             int64 score_stride, int64 columns, float* out, int64 out_stride) {
+    const FloatTag d;
+    FloatVec weight[rows][keys_at_once];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 4
+      for (int j = 0; j < keys_at_once; ++j)
+        weight[r][j] = hn::Set(d, scores[r * score_stride + key + j]);
+    }
+    for (int64 i = 0; i < columns; i += lanes) {
+      FloatVec value[keys_at_once];
+#pragma GCC unroll 4
+      for (std::size_t j = 0; j < keys_at_once; ++j) value[j] = Load::load(values[j] + i);
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; ++r) {
+        FloatVec sum = hn::Load(d, out + r * out_stride + i);
+#pragma GCC unroll 4
+        for (int j = 0; j < keys_at_once; ++j) sum = hn::MulAdd(weight[r][j], value[j], sum);
+        hn::Store(sum, d, out + r * out_stride + i);
+      }
+    }
+  }
+
+  // The output's columns lie in memory in their own order.
+  static void to_stored_order(float*, int64) {}
+  static void to_natural_order(float*, int64) {}
+};
+
+// Direct reads rows where they lie; Staged reads the copies of those that vectors cannot read
+// there.
+template <class Direct, class Staged, int exp2_degree>
 class StreamedTile : TileRows<exp2_degree> {
  public:
   using TileRows<exp2_degree>::TileRows;
@@ -72,28 +158,31 @@ class StreamedTile : TileRows<exp2_degree> {
       const int64 begin = core::max64(first, all.begin);
       run_block(begin, core::min64(first + block, all.end) - begin);
     }
+    for (int64 r = 0; r < this->rows_; ++r) {
+      Direct::to_natural_order(this->memory(r).out, this->p_.head_dim_v);
+    }
     this->finish(partials);
   }
 
  private:
   static constexpr int rows_at_once = 4;
-  static constexpr int keys_at_once = 4;
 
   // Where the rows of K or V of one block of keys lie: scratch.key_rows points at each key's row of
   // the tile's first head.
   struct Located {
-    bool in_place;      // elements of the problem's dtype; otherwise padded fp32 rows
+    bool in_place;      // to be read by Direct; otherwise by Staged
     int64 head_stride;  // elements from one head's row to the next
   };
 
   void load_queries() const {
-    const core::Problem& p = this->p_;
+    const core::View& q = this->p_.q;
     for (int64 r = 0; r < this->rows_; ++r) {
       const core::PackedRow at = this->packed(r);
-      float* row = this->scratch_.queries + r * this->scratch_.query_stride;
-      load_row(p.q, p.q.offset(this->sequence_.batch_q, this->sequence_.row_q + at.query, at.head),
-               p.q.stride[3], p.head_dim, row);
-      fill_row(row, p.head_dim, padded_columns(p.head_dim), 0.0f);
+      Direct::load_query(
+          q, q.offset(this->sequence_.batch_q, this->sequence_.row_q + at.query, at.head),
+          this->p_.head_dim,
+          reinterpret_cast<typename Direct::Query*>(this->scratch_.queries +
+                                                    r * this->scratch_.query_stride));
     }
   }
 
@@ -116,7 +205,12 @@ class StreamedTile : TileRows<exp2_degree> {
     }
     const bool hides = !full || (this->modifies_ && (p.mask || p.bias));
     if (hides && any_nonfinite_values(first_key, count)) {
-      for (int64 r = 0; r < this->rows_; ++r) this->add_values_selectively(r, first_key, 0, count);
+      for (int64 r = 0; r < this->rows_; ++r) {
+        float* out = this->memory(r).out;
+        Direct::to_natural_order(out, p.head_dim_v);
+        this->add_values_selectively(r, first_key, 0, count);
+        Direct::to_stored_order(out, p.head_dim_v);
+      }
       return;
     }
     const Located values = locate(p.v, p.head_dim_v, first_key, count, this->scratch_.values);
@@ -132,9 +226,10 @@ class StreamedTile : TileRows<exp2_degree> {
 
   // Rows that vectors can read where they lie are left there; others are copied to block.
   Located locate(const core::View& view, int64 columns, int64 first_key, int64 count,
-                 float* block) const {
+                 float* buffer) const {
+    auto* block = reinterpret_cast<typename Staged::Element*>(buffer);
     const KeyRows rows = this->key_rows(view, this->tile_.head_kv);
-    const bool in_place = view.stride[3] == 1 && columns % lanes == 0;
+    const bool in_place = view.stride[3] == 1 && columns % Direct::columns_multiple == 0;
     const bool paged = this->p_.is_paged();
     const int64 stride = padded_columns(columns);
     const int64 first = paged || count == 0 ? 0 : rows.offset(first_key);
@@ -147,8 +242,7 @@ class StreamedTile : TileRows<exp2_degree> {
       }
       to[key] = block;
       for (int64 head = 0; head < this->tile_.head_count; ++head, block += stride) {
-        load_row(view, offset + head * view.stride[2], view.stride[3], columns, block);
-        fill_row(block, columns, stride, 0.0f);
+        Staged::stage_row(view, offset + head * view.stride[2], columns, block);
       }
     }
     for (int64 key = count; key % keys_at_once != 0; ++key) to[key] = to[count - 1];
@@ -171,60 +265,47 @@ class StreamedTile : TileRows<exp2_degree> {
   // S = Q K^T for rows [row_begin, row_end). Keys outside, heads inside: where the heads of a key
   // lie side by side, memory is read in its own order.
   void multiply_queries(Located keys, int64 count, int64 row_begin, int64 row_end) const {
-    keys.in_place ? multiply_queries_as<Load>(keys, count, row_begin, row_end)
-                  : multiply_queries_as<LoadF32>(keys, count, row_begin, row_end);
+    keys.in_place ? multiply_queries_as<Direct>(keys, count, row_begin, row_end)
+                  : multiply_queries_as<Staged>(keys, count, row_begin, row_end);
   }
 
-  template <class Loader>
+  template <class Stream>
   void multiply_queries_as(Located keys, int64 count, int64 row_begin, int64 row_end) const {
     const int64 per_head = this->rows_per_head_;
     for (int64 key = 0; key < count; key += keys_at_once) {
       for (int64 head = row_begin / per_head; head * per_head < row_end; ++head) {
         for_rows(core::max64(row_begin, head * per_head),
                  core::min64(row_end, (head + 1) * per_head), [&]<int rows>(int64 row) {
-                   multiply_four_keys<rows, Loader>(row, key, head * keys.head_stride);
+                   multiply_four_keys<rows, Stream>(row, key, head * keys.head_stride);
                  });
       }
     }
   }
 
-  template <int rows, class Loader>
+  template <int rows, class Stream>
   HWY_INLINE void multiply_four_keys(int64 row, int64 key, int64 head_offset) const {
-    const FloatTag d;
     const TileScratch& s = this->scratch_;
-    const float* queries = s.queries + row * s.query_stride;
-    const auto k = four_rows<Loader>(key, head_offset);
-    FloatVec sum[rows][keys_at_once];
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; ++r) {
-#pragma GCC unroll 4
-      for (int j = 0; j < keys_at_once; ++j) sum[r][j] = hn::Zero(d);
-    }
-    const int64 columns = padded_columns(this->p_.head_dim);
-    for (int64 i = 0; i < columns; i += lanes) {
-      FloatVec column[keys_at_once];
-#pragma GCC unroll 4
-      for (int j = 0; j < keys_at_once; ++j) column[j] = Loader::load(k[j] + i);
-#pragma GCC unroll 4
-      for (int r = 0; r < rows; ++r) {
-        const FloatVec q = hn::Load(d, queries + r * s.query_stride + i);
-#pragma GCC unroll 4
-        for (int j = 0; j < keys_at_once; ++j) sum[r][j] = hn::MulAdd(q, column[j], sum[r][j]);
-      }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; ++r) {
-      store_lane_sums(sum[r][0], sum[r][1], sum[r][2], sum[r][3],
-                      s.scores + (row + r) * s.score_stride + key);
-    }
+    constexpr int64 per_float = sizeof(float) / sizeof(typename Stream::Query);
+    const auto* queries =
+        reinterpret_cast<const typename Stream::Query*>(s.queries + row * s.query_stride);
+    Stream::template multiply<rows>(four_rows<Stream>(key, head_offset), queries,
+                                    s.query_stride * per_float, padded_columns(this->p_.head_dim),
+                                    this->scores(row) + key, s.score_stride);
   }
 
-  template <class Loader>
-  std::array<const typename Loader::Element*, keys_at_once> four_rows(int64 key,
-                                                                      int64 offset) const {
-    std::array<const typename Loader::Element*, keys_at_once> rows;
+  template <int rows, class Stream>
+  HWY_INLINE void add_four_values(int64 row, int64 key, int64 head_offset) const {
+    const TileScratch& s = this->scratch_;
+    Stream::template add<rows>(four_rows<Stream>(key, head_offset), this->scores(row), key,
+                               s.score_stride, padded_columns(this->p_.head_dim_v),
+                               s.out + row * s.out_stride, s.out_stride);
+  }
+
+  template <class Stream>
+  FourRows<typename Stream::Element> four_rows(int64 key, int64 offset) const {
+    FourRows<typename Stream::Element> rows;
     for (std::size_t j = 0; j < keys_at_once; ++j) {
-      rows[j] = static_cast<const typename Loader::Element*>(
+      rows[j] = static_cast<const typename Stream::Element*>(
                     this->scratch_.key_rows[key + static_cast<int64>(j)]) +
                 offset;
     }
@@ -233,47 +314,19 @@ class StreamedTile : TileRows<exp2_degree> {
 
   // O += P V, in the same order.
   void multiply_values(Located values, int64 count) const {
-    values.in_place ? multiply_values_as<Load>(values, count)
-                    : multiply_values_as<LoadF32>(values, count);
+    for (int64 r = 0; r < this->rows_; ++r) Direct::convert_weights(this->scores(r), count);
+    values.in_place ? multiply_values_as<Direct>(values, count)
+                    : multiply_values_as<Staged>(values, count);
   }
 
-  template <class Loader>
+  template <class Stream>
   void multiply_values_as(Located values, int64 count) const {
     const int64 per_head = this->rows_per_head_;
     for (int64 key = 0; key < count; key += keys_at_once) {
       for (int64 head = 0; head < this->tile_.head_count; ++head) {
         for_rows(head * per_head, (head + 1) * per_head, [&]<int rows>(int64 row) {
-          add_four_values<rows, Loader>(row, key, head * values.head_stride);
+          add_four_values<rows, Stream>(row, key, head * values.head_stride);
         });
-      }
-    }
-  }
-
-  template <int rows, class Loader>
-  HWY_INLINE void add_four_values(int64 row, int64 key, int64 head_offset) const {
-    const FloatTag d;
-    const TileScratch& s = this->scratch_;
-    const auto v = four_rows<Loader>(key, head_offset);
-    FloatVec weight[rows][keys_at_once];
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; ++r) {
-#pragma GCC unroll 4
-      for (int j = 0; j < keys_at_once; ++j) {
-        weight[r][j] = hn::Set(d, s.scores[(row + r) * s.score_stride + key + j]);
-      }
-    }
-    float* out = s.out + row * s.out_stride;
-    const int64 columns = padded_columns(this->p_.head_dim_v);
-    for (int64 i = 0; i < columns; i += lanes) {
-      FloatVec value[keys_at_once];
-#pragma GCC unroll 4
-      for (int j = 0; j < keys_at_once; ++j) value[j] = Loader::load(v[j] + i);
-#pragma GCC unroll 4
-      for (int r = 0; r < rows; ++r) {
-        FloatVec sum = hn::Load(d, out + r * s.out_stride + i);
-#pragma GCC unroll 4
-        for (int j = 0; j < keys_at_once; ++j) sum = hn::MulAdd(weight[r][j], value[j], sum);
-        hn::Store(sum, d, out + r * s.out_stride + i);
       }
     }
   }
