@@ -3,7 +3,7 @@
 An engine's prepare() turns inputs into calls: one for each copy of the keys and values, so that a
 caller who goes round them reads memory and not a cache. Everything that is done once (planning,
 sessions, binding, conversion of layouts) happens in prepare; a call is attention and nothing else.
-Every engine gets its keys and values in the layout that it likes best.
+Every engine gets its keys and values in the layout that suits it, unless a case says otherwise.
 """
 
 import contextlib
@@ -25,6 +25,8 @@ class Case:
     seqlen_k: int
     head_dim: int
     causal: bool = False
+    # fovea too has its keys and values by head, (batch, heads, seqlen, head_dim).
+    kv_by_head: bool = False
 
     @property
     def flops(self) -> float:
@@ -58,11 +60,12 @@ class Inputs:
 @dataclass
 class Prepared:
     calls: list[Callable[[], None]]
-    output: Callable[[], np.ndarray]  # of the last call, (seqlen_q, heads_q, head_dim) float32
+    # Of the last call: (seqlen_q, heads_q, head_dim) float32.
+    output: Callable[[], np.ndarray | None]
 
 
 class Unsupported(Exception):
-    """The engine does not do this case; the message says why."""
+    """The engine does not do this case; the message says why, if anybody could wonder."""
 
 
 def to_bf16(x: np.ndarray) -> np.ndarray:
@@ -90,13 +93,16 @@ def make_inputs(case: Case, copies: int) -> Inputs:
     q = normal(case.seqlen_q, case.heads_q)
     k = normal(case.seqlen_k, case.heads_kv)
     v = normal(case.seqlen_k, case.heads_kv)
-    # Decoding has its keys in a cache by head, prefill as the projections leave them. (With one head
-    # both are the same, and no copy is made.)
-    if case.is_decode:
-        ks, vs = [[by_head(x) for _ in range(copies)] for x in (k, v)]
+    # With one head both layouts are the same, and numpy makes no copy.
+    ks, vs = [[by_head(x) for _ in range(copies)] for x in (k, v)]
+    if case.kv_by_head:
         views_k, views_v = [[x.transpose(0, 2, 1, 3) for x in xs] for xs in (ks, vs)]
         return Inputs(case, q, views_k, views_v, ks, vs)
-    return Inputs(case, q, [k], [v], [by_head(k)], [by_head(v)])
+    return Inputs(case, q, copies_of(k, copies), copies_of(v, copies), ks, vs)
+
+
+def copies_of(x: np.ndarray, count: int) -> list[np.ndarray]:
+    return [x] + [x.copy() for _ in range(count - 1)]
 
 
 class Fovea:
@@ -116,6 +122,26 @@ class Fovea:
         plan = self._library.plan(problems[0], self._threads)
         result = lambda: out[0] if case.dtype == "fp32" else from_bf16(out[0])
         return Prepared([lambda p=p: plan.run(p) for p in problems], result)
+
+
+class StreamRead:
+    """Not attention: reads the keys and values once, in order. What decoding can reach at most."""
+
+    name = "stream read"
+
+    def __init__(self, library: Library, threads: int):
+        self._library, self._threads = library, threads
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        if not inputs.case.is_decode:
+            raise Unsupported("")
+
+        def call(k: np.ndarray, v: np.ndarray) -> None:
+            for x in (k, v):
+                self._library.read(x.ctypes.data, x.nbytes // 8, self._threads)
+
+        pairs = zip(inputs.k_by_head, inputs.v_by_head)
+        return Prepared([lambda p=p: call(*p) for p in pairs], lambda: None)
 
 
 class Torch:

@@ -26,7 +26,8 @@ class Lengths(ctypes.Structure):
 class Problem(ctypes.Structure):
     _fields_ = [
         ("size", ctypes.c_size_t),
-        *((name, Tensor) for name in ("q", "k", "v", "out", "lse", "bias", "mask", "sink", "alibi")),
+        *((name, Tensor) for name in ("q", "k", "v", "out", "lse")),
+        *((name, Tensor) for name in ("bias", "mask", "sink", "alibi")),
         *((name, Lengths) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")),
         ("max_seqlen_q", ctypes.c_int64),
         ("max_seqlen_k", ctypes.c_int64),
@@ -67,6 +68,9 @@ class Library:
         ]
         self._lib.fovea_plan_destroy.argtypes = [ctypes.c_void_p]
         self.run = self._lib.fovea_plan_run
+        self.read = self._lib.fovea_bench_read  # bench/stream_read.cpp
+        self.read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+        self.read.restype = ctypes.c_uint64
 
     def version(self) -> str:
         return self._lib.fovea_version().decode()
