@@ -12,7 +12,7 @@ namespace fovea::tools {
 namespace {
 
 constexpr std::int64_t max_extent = 2147483647;  // lengths are 32-bit integers
-constexpr std::int64_t max_threads = 4096;
+constexpr std::int64_t max_threads = 1024;
 constexpr std::int64_t max_splits = 1 << 20;
 constexpr std::size_t value_limit = 40;
 

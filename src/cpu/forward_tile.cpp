@@ -81,7 +81,8 @@ std::size_t layout_scratch(const core::Problem& problem, const ForwardConfig& co
                            std::byte* base, TileScratch& scratch) {
   std::size_t offset = 0;
   const auto take = [&](core::int64 count, std::size_t element_bytes) {
-    std::byte* at = base + offset;
+    // Null when only the size is asked for, where adding to it would be undefined.
+    std::byte* at = base == nullptr ? nullptr : base + offset;
     offset += (static_cast<std::size_t>(count) * element_bytes + 63) / 64 * 64;
     return at;
   };

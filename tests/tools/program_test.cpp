@@ -219,6 +219,20 @@ TEST_F(Program, ReadsNpyInEveryPrecisionAndLayout) {
   EXPECT_EQ(tools::parse_npy(file).type, tools::ElementType::f16);
 }
 
+TEST_F(Program, KeepsTheOldFileUntilTheNewOneIsWhole) {
+  write_file(files_.path("good.safetensors"), small_problem_file(3));
+  write_file(files_.path("o.npy"), to_bytes("old"));
+  EXPECT_EQ(run("run --input good.safetensors --out o.npy --expected nothing").status, 2);
+  EXPECT_EQ(read_file(files_.path("o.npy")), to_bytes("old"));
+  // A link stays a link: what it names is replaced.
+  std::filesystem::create_symlink("o.npy", files_.path("link.npy"));
+  EXPECT_EQ(run("run --input good.safetensors --out link.npy").status, 0);
+  EXPECT_TRUE(std::filesystem::is_symlink(files_.path("link.npy")));
+  const Bytes file = read_file(files_.path("o.npy"));
+  EXPECT_EQ(tools::parse_npy(file).elements(), 3 * 2 * 4);
+  EXPECT_EQ(files_.entries(), (std::vector<std::string>{"good.safetensors", "link.npy", "o.npy"}));
+}
+
 TEST_F(Program, WritesToWhatIsNoRegularFile) {
   write_file(files_.path("good.safetensors"), small_problem_file(3));
   EXPECT_EQ(run("run --input good.safetensors --out /dev/null").status, 0);
