@@ -1,10 +1,10 @@
+#include "core/dropout.h"
+
 #include <gtest/gtest.h>
 
 #include <array>
 #include <cmath>
 #include <set>
-
-#include "core/dropout.h"
 
 namespace fovea::core {
 namespace {

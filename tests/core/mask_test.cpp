@@ -1,10 +1,10 @@
 // Every range of core/mask.h against allowed(), exhaustively over small shapes.
+#include "core/mask.h"
+
 #include <gtest/gtest.h>
 
 #include <limits>
 #include <vector>
-
-#include "core/mask.h"
 
 namespace fovea::core {
 namespace {

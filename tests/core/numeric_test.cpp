@@ -1,5 +1,7 @@
 // Number formats against an independent rounding in double precision, and the two transcendental
 // functions against the C library's.
+#include "core/numeric.h"
+
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -7,7 +9,6 @@
 #include <limits>
 #include <vector>
 
-#include "core/numeric.h"
 #include "tests/support.h"
 
 namespace fovea::core {

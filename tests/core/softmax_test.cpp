@@ -1,9 +1,10 @@
+#include "core/softmax.h"
+
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <vector>
 
-#include "core/softmax.h"
 #include "tests/support.h"
 
 namespace fovea::core {

@@ -1,9 +1,9 @@
+#include "core/tiles.h"
+
 #include <gtest/gtest.h>
 
 #include <set>
 #include <utility>
-
-#include "core/tiles.h"
 
 namespace fovea::core {
 namespace {
