@@ -23,6 +23,7 @@ class CopyOp : public AsyncOp {
   u64 group = 0;
 
   const char* name() const override { return "cp.async"; }
+  bool through_async_proxy() const override { return false; }
   bool execute(Cluster& cluster) override {
     const bool checks = cluster.launch->checks;
     for (const Piece& piece : pieces) {
@@ -30,8 +31,7 @@ class CopyOp : public AsyncOp {
       const Place to = resolve_shared(*this, piece.to, piece.bytes, "a cp.async write");
       if (to.data == nullptr) return true;
       std::memset(to.data, 0, piece.bytes);
-      AccessView who = view();
-      who.async = false;
+      const AccessView who = view();
       if (piece.valid != 0) {
         const Place from = resolve_global(*this, piece.from, piece.valid, "a cp.async read");
         if (from.data == nullptr) return true;
@@ -57,6 +57,7 @@ class CopyArriveOp : public AsyncOp {
     return true;
   }
   const char* name() const override { return "cp.async.mbarrier.arrive"; }
+  bool through_async_proxy() const override { return false; }
   bool execute(Cluster& cluster) override {
     if (cluster.launch->checks) {
       for (const Finished& done : warp->finished) {
@@ -512,7 +513,7 @@ AccessView AsyncOp::view() const {
   result.known = &warp->check.known;
   result.agent = agent;
   result.tick = agent_clock;
-  result.async = true;
+  result.async = through_async_proxy();
   return result;
 }
 
@@ -531,7 +532,7 @@ Mbarrier* signalled(const AsyncOp& op, u32 shared_address, Cta*& target) {
     return nullptr;
   }
   if (cluster.launch->checks) {
-    check_barrier_use(op.view(), *barrier, true);
+    check_barrier_use(op.view(), *barrier, op.through_async_proxy());
     check_release_async(op, barrier->arriving);
   }
   return barrier;

@@ -96,6 +96,7 @@ class Warp {
   Counters counters;
   WarpCheck check;          // per-register and clock state of the checker
   u64 sequence = 0;         // instructions executed
+  u64 picks = 0;            // choices between fragments
 
   // asynchronous state of this warp
   u64 bulk_group = 0;       // number of the open group of bulk copies
@@ -229,6 +230,7 @@ class AsyncOp {
   // One phase; true when nothing is left to do.
   virtual bool execute(Cluster& cluster) = 0;
   virtual const char* name() const = 0;
+  virtual bool through_async_proxy() const { return true; }
 
   Cta* cta = nullptr;       // of the issuer
   Warp* warp = nullptr;

@@ -180,6 +180,11 @@ bool Warp::pick_fragment() {
     if (best == fragments.size() || fragments[i].pc < fragments[best].pc) best = i;
   }
   if (best == fragments.size()) return false;
+  // Lanes that spin on others of their own warp must not starve them.
+  if (fragments.size() > 1 && ++picks % 64 == 0) {
+    const std::size_t turn = picks / 64 % fragments.size();
+    if (!fragments[turn].blocked || fragments[turn].blocked_at != cluster->changes) best = turn;
+  }
   current = best;
   return true;
 }
