@@ -11,6 +11,8 @@ HWY_BEFORE_NAMESPACE();
 namespace fovea::cpu::HWY_NAMESPACE {
 
 // 2^x by the polynomial of core/numeric.h: exactly zero below -126, infinity from 128 on, NaN kept.
+// Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum, where the exponent takes
+// it from.
 template <int degree>
 HWY_INLINE FloatVec exp2_vector(FloatVec x) {
   const FloatTag d;
@@ -18,14 +20,15 @@ HWY_INLINE FloatVec exp2_vector(FloatVec x) {
   const auto vanishes = hn::Lt(x, hn::Set(d, -126.0f));
   // The bound first: where an operand is NaN, x86 returns the second.
   const FloatVec bounded = hn::Max(hn::Set(d, -126.0f), hn::Min(hn::Set(d, 128.0f), x));
-  const FloatVec nearest = hn::Round(bounded);
-  const FloatVec r = hn::Sub(bounded, nearest);
+  const FloatVec shift = hn::Set(d, 0x1.8p23f);
+  const FloatVec shifted = hn::Add(bounded, shift);
+  const FloatVec r = hn::Sub(bounded, hn::Sub(shifted, shift));
   FloatVec p = hn::Set(d, core::Exp2Polynomial<degree>::coefficient[degree - 1]);
   for (int i = degree - 2; i >= 0; --i) {
     p = hn::MulAdd(p, r, hn::Set(d, core::Exp2Polynomial<degree>::coefficient[i]));
   }
   p = hn::MulAdd(p, r, hn::Set(d, 1.0f));
-  const auto exponent = hn::ShiftLeft<23>(hn::ConvertTo(di, nearest));
+  const auto exponent = hn::ShiftLeft<23>(hn::BitCast(di, shifted));
   const FloatVec scaled = hn::BitCast(d, hn::Add(hn::BitCast(di, p), exponent));
   return hn::IfThenZeroElse(vanishes, scaled);
 }
@@ -61,50 +64,43 @@ HWY_INLINE void scale_row(float* row, int64 begin, int64 end, float factor) {
     hn::Store(hn::Mul(hn::Load(d, row + i), f), d, row + i);
 }
 
-// Replaces scores by 2^(scores * scale - reference); returns the sum of each lane. The product is
-// rounded before the subtraction so that the largest score's exponent is exactly zero, however
-// large the scores.
+// Replaces scores by 2^((scores - reference) * scale_log2); returns the sum of each lane.
+// Subtracting first loses nothing where scores are huge, and the largest score's exponent is
+// exactly zero.
 template <int degree>
 HWY_INLINE FloatVec exponentiate_row(float* HWY_RESTRICT scores, int64 begin, int64 end,
-                                     float scale, float reference) {
+                                     float scale_log2, float reference) {
   const FloatTag d;
-  const FloatVec c = hn::Set(d, scale);
+  const FloatVec c = hn::Set(d, scale_log2);
   const FloatVec m = hn::Set(d, reference);
+  const auto weight = [&](int64 i) HWY_ATTR {
+    const FloatVec e = exp2_vector<degree>(hn::Mul(hn::Sub(hn::Load(d, scores + i), m), c));
+    hn::Store(e, d, scores + i);
+    return e;
+  };
   FloatVec sum0 = hn::Zero(d);
   FloatVec sum1 = hn::Zero(d);
   int64 i = begin;
   for (; i + 2 * lanes <= end; i += 2 * lanes) {
-    const FloatVec x0 = hn::Mul(hn::Load(d, scores + i), c);
-    const FloatVec x1 = hn::Mul(hn::Load(d, scores + i + lanes), c);
-    const FloatVec e0 = exp2_vector<degree>(hn::Sub(x0, m));
-    const FloatVec e1 = exp2_vector<degree>(hn::Sub(x1, m));
-    sum0 = hn::Add(sum0, e0);
-    sum1 = hn::Add(sum1, e1);
-    hn::Store(e0, d, scores + i);
-    hn::Store(e1, d, scores + i + lanes);
+    sum0 = hn::Add(sum0, weight(i));
+    sum1 = hn::Add(sum1, weight(i + lanes));
   }
-  for (; i < end; i += lanes) {
-    const FloatVec e = exp2_vector<degree>(hn::Sub(hn::Mul(hn::Load(d, scores + i), c), m));
-    sum0 = hn::Add(sum0, e);
-    hn::Store(e, d, scores + i);
-  }
+  for (; i < end; i += lanes) sum0 = hn::Add(sum0, weight(i));
   return hn::Add(sum0, sum1);
 }
 
-// The largest scaled score; NaN if that is all there is to see.
-HWY_INLINE float row_maximum(const float* scores, int64 begin, int64 end, float scale) {
+// The largest score; NaN if that is all there is to see.
+HWY_INLINE float row_maximum(const float* scores, int64 begin, int64 end) {
   const FloatTag d;
-  const FloatVec c = hn::Set(d, scale);
   FloatVec top = hn::Set(d, -core::infinity);
   for (int64 i = begin; i < end; i += lanes) {
     // Where a score is NaN, x86 returns the second operand: the maximum of the others survives.
-    top = hn::Max(hn::Mul(hn::Load(d, scores + i), c), top);
+    top = hn::Max(hn::Load(d, scores + i), top);
   }
   const float maximum = hn::GetLane(hn::MaxOfLanes(d, top));
   if (maximum > -core::infinity) return maximum;
   for (int64 i = begin; i < end; ++i) {
-    if (core::is_nan(scores[i] * scale) && !(scores[i] == -core::infinity))
-      return scores[i] * scale;
+    if (core::is_nan(scores[i])) return scores[i];
   }
   return -core::infinity;
 }
@@ -113,7 +109,7 @@ HWY_INLINE float row_maximum(const float* scores, int64 begin, int64 end, float 
 struct RowMemory {
   float* scores;     // of this tile; becomes the weights
   float* sums;       // one per lane
-  float* reference;  // core::RowState::reference
+  float* reference;  // a score, before scale_log2
   float* out;        // unnormalised output, whole vectors
   int64 out_columns;
 };
@@ -131,24 +127,25 @@ HWY_INLINE void add_sums(const RowMemory& row, FloatVec tile_sums) {
 // The step of core::SoftmaxPolicy::online and ::conditional, and of every policy for a row that has
 // seen no key: true maximum first.
 template <int degree>
-HWY_INLINE void softmax_step_with_maximum(const RowMemory& row, int64 begin, int64 end, float scale,
-                                          float threshold_log2, ForwardStatistics& statistics) {
-  const float maximum = row_maximum(row.scores, begin, end, scale);
+HWY_INLINE void softmax_step_with_maximum(const RowMemory& row, int64 begin, int64 end,
+                                          float scale_log2, float threshold_log2,
+                                          ForwardStatistics& statistics) {
+  const float maximum = row_maximum(row.scores, begin, end);
   if (maximum == -core::infinity) {
     fill_row(row.scores, begin, end, 0.0f);
     return;
   }
+  const float before = *row.reference;
   if (core::is_nan(maximum)) {
     *row.reference = maximum;
   } else {
-    const core::Rescale raised = core::raise_reference(*row.reference, maximum, threshold_log2);
-    if (raised.factor_log2 != 0.0f) {
-      if (*row.reference > -core::infinity) ++statistics.rescales;
-      rescale_row(row, core::exp2_polynomial<6>(raised.factor_log2));
-      *row.reference = raised.reference;
+    *row.reference = core::raise_reference(before, maximum, threshold_log2 / scale_log2).reference;
+    if (before > -core::infinity && *row.reference != before) {
+      ++statistics.rescales;
+      rescale_row(row, core::exp2_polynomial<6>((before - *row.reference) * scale_log2));
     }
   }
-  add_sums(row, exponentiate_row<degree>(row.scores, begin, end, scale, *row.reference));
+  add_sums(row, exponentiate_row<degree>(row.scores, begin, end, scale_log2, *row.reference));
 }
 
 // How large a lane's sum may be for a repair; beyond, 2^-k would leave the normal range.
@@ -157,21 +154,24 @@ inline constexpr float repairable_sum = 0x1p120f;
 enum class GuardOutcome { done, recompute };
 
 // The step of core::SoftmaxPolicy::sum_guard (core/softmax.h). The row must have a finite
-// reference. On recompute the scores are lost and nothing else has changed.
+// reference. A repair divides by 2^k, k the exponent of the largest sum, and raises the reference
+// by k over the scale; what the reference's rounding leaves of k is the factor, so that both stay
+// consistent. On recompute the scores are lost and nothing else has changed.
 template <int degree>
 HWY_INLINE GuardOutcome softmax_step_with_guard(const RowMemory& row, int64 begin, int64 end,
-                                                float scale, ForwardStatistics& statistics) {
+                                                float scale_log2, ForwardStatistics& statistics) {
   const FloatTag d;
-  FloatVec sums = exponentiate_row<degree>(row.scores, begin, end, scale, *row.reference);
+  FloatVec sums = exponentiate_row<degree>(row.scores, begin, end, scale_log2, *row.reference);
   if (HWY_UNLIKELY(!hn::AllTrue(d, hn::Le(sums, hn::Set(d, core::rescale_threshold))))) {
+    if (!hn::AllTrue(d, hn::Lt(sums, hn::Set(d, repairable_sum)))) return GuardOutcome::recompute;
     const float largest = hn::GetLane(hn::MaxOfLanes(d, sums));
-    if (!(hn::AllTrue(d, hn::Lt(sums, hn::Set(d, repairable_sum))))) return GuardOutcome::recompute;
-    const int exponent = core::guard_exponent(largest);
-    const float factor = core::float_of(static_cast<uint32>(127 - exponent) << 23);
+    const auto exponent = static_cast<float>(core::guard_exponent(largest));
+    const float raised = *row.reference + exponent / scale_log2;
+    const float factor = core::exp2_polynomial<6>((*row.reference - raised) * scale_log2);
     scale_row(row.scores, begin, end, factor);
     rescale_row(row, factor);
     sums = hn::Mul(sums, hn::Set(d, factor));
-    *row.reference += static_cast<float>(exponent);
+    *row.reference = raised;
     ++statistics.repairs;
   }
   add_sums(row, sums);
@@ -179,7 +179,8 @@ HWY_INLINE GuardOutcome softmax_step_with_guard(const RowMemory& row, int64 begi
 }
 
 // Everything that changes a score before the exponential. Replaces raw products [begin, end) by
-// log2-unit scores; hidden ones become -infinity. Row and keys are positions in the sequence.
+// scores in natural units; hidden ones become -infinity. Row and keys are positions in the
+// sequence.
 struct ScoreRow {
   const core::Problem& problem;
   int64 batch;
@@ -210,7 +211,9 @@ inline void modify_scores(const ScoreRow& row, int64 first_key, int64 begin, int
   if (p.bias) {
     const int64 base = p.bias.offset(row.batch, row.head, row.query, first_key);
     for (int64 i = begin; i < end; ++i) {
-      scores[i] += core::load_element(p.bias.data, p.bias.dtype, base + i * p.bias.stride[3]);
+      const float bias = core::load_element(p.bias.data, p.bias.dtype, base + i * p.bias.stride[3]);
+      // A bias of -infinity hides the key, by selection, as a mask does.
+      scores[i] = bias == -core::infinity ? bias : scores[i] + bias;
     }
   }
   if (p.alibi) {
@@ -228,7 +231,6 @@ inline void modify_scores(const ScoreRow& row, int64 first_key, int64 begin, int
       if (visible[base + i * p.mask.stride[3]] == 0) scores[i] = -core::infinity;
     }
   }
-  scale_row(scores, vector_begin, core::ceil_div(end, lanes) * lanes, core::log2_e);
 }
 
 // Zeroes the weights of dropped elements. Sums and LSE keep them; 1 / (1 - p) enters at the end.

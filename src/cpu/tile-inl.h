@@ -19,7 +19,8 @@ class TileRows {
         rows_per_head_(tile.row_end - tile.row_begin),
         rows_(rows_per_head_ * tile.head_count),
         modifies_(modifies_scores(problem)),
-        scale_log2_(modifies_ ? 1.0f : problem.softmax_scale * core::log2_e) {}
+        score_unit_(modifies_ ? 1.0f : problem.softmax_scale),
+        scale_log2_(score_unit_ * core::log2_e) {}
 
   // Keys of this tile's split that any of its rows sees.
   core::KeyRange keys() const {
@@ -63,13 +64,14 @@ class TileRows {
     for (int64 r = 0; r < rows_; ++r) scratch_.reference[r] = -core::infinity;
   }
 
-  // Turns the scores [begin, end) of a row, relative to first_key and on vector bounds, into
-  // weights. recompute(row) puts the raw products back when the guard spent them.
+  // Turns the scores [begin, end) of a row into weights. Bounds are on vectors, relative to
+  // first_key; there are count keys. recompute(row) puts the raw products back when the guard spent
+  // them.
   template <class Recompute>
-  void softmax_row(int64 row, int64 first_key, int64 begin, int64 end,
+  void softmax_row(int64 row, int64 first_key, int64 begin, int64 end, int64 count,
                    const Recompute& recompute) const {
     const RowMemory m = memory(row);
-    prepare_scores(row, first_key, begin, end, m.scores);
+    prepare_scores(row, first_key, begin, end, count, m.scores);
     const bool guard = config_.softmax == core::SoftmaxPolicy::sum_guard;
     bool done = false;
     if (guard && *m.reference > -core::infinity) {
@@ -78,7 +80,7 @@ class TileRows {
       if (!done) {
         ++statistics_.recomputed_tiles;
         recompute(row);
-        prepare_scores(row, first_key, begin, end, m.scores);
+        prepare_scores(row, first_key, begin, end, count, m.scores);
       }
     }
     if (!done) {
@@ -87,7 +89,7 @@ class TileRows {
       softmax_step_with_maximum<exp2_degree>(m, begin, end, scale_log2_, threshold, statistics_);
     }
     if (p_.dropout.probability > 0.0f)
-      drop_weights(score_row(row), first_key, begin, end, m.scores);
+      drop_weights(score_row(row), first_key, begin, core::min64(end, count), m.scores);
   }
 
   // Divides by the sums, folds the sink in, and stores the rows.
@@ -98,7 +100,7 @@ class TileRows {
       const RowMemory m = memory(r);
       const core::PackedRow at = packed(r);
       const float sum = hn::GetLane(hn::SumOfLanes(d, hn::Load(d, m.sums)));
-      float lse = core::row_lse({*m.reference, sum});
+      float lse = core::row_lse({*m.reference * scale_log2_, sum});
       float factor = lse == -core::infinity ? 0.0f : keep / sum;
       if (partials.out != nullptr) {
         const int64 index =
@@ -185,16 +187,19 @@ class TileRows {
   const int64 rows_per_head_;
   const int64 rows_;
   const bool modifies_;
-  const float scale_log2_;
-  int64 strip_begin_ = 0;  // first row whose scores are in scratch_.scores
+  const float score_unit_;  // of scores as the softmax sees them, in natural units
+  const float scale_log2_;  // the same in log2 units
+  int64 strip_begin_ = 0;   // first row whose scores are in scratch_.scores
 
  private:
   // Modifies the visible scores and hides the others.
-  void prepare_scores(int64 row, int64 first_key, int64 begin, int64 end, float* scores) const {
+  void prepare_scores(int64 row, int64 first_key, int64 begin, int64 end, int64 count,
+                      float* scores) const {
     const core::KeyRange seen =
         core::key_range(p_.window, sequence_.length_q, sequence_.length_k, query(row));
-    const int64 visible_begin = core::min64(end, core::max64(begin, seen.begin - first_key));
-    const int64 visible_end = core::max64(visible_begin, core::min64(end, seen.end - first_key));
+    const int64 last = core::min64(end, count);
+    const int64 visible_begin = core::min64(last, core::max64(begin, seen.begin - first_key));
+    const int64 visible_end = core::max64(visible_begin, core::min64(last, seen.end - first_key));
     if (modifies_) modify_scores(score_row(row), first_key, visible_begin, visible_end, scores);
     fill_row(scores, begin, visible_begin, -core::infinity);
     fill_row(scores, visible_end, end, -core::infinity);
@@ -312,12 +317,12 @@ class PackedTile : TileRows<exp2_degree> {
       const core::KeyRange seen = this->scratch_.visible[b];
       if (seen.empty()) continue;
       for (int64 r = rows.begin; r < rows.end; ++r) {
-        this->softmax_row(r, first_key, seen.begin, seen.end,
+        this->softmax_row(r, first_key, seen.begin, seen.end, count,
                           [&](int64 row) { multiply_row(row, seen, keys); });
       }
     }
     if (partial && this->has_nonfinite_values(this->tile_.head_kv, first_key, count)) {
-      add_values_row_by_row(first_key);
+      add_values_row_by_row(first_key, count);
     } else {
       for (int64 b = 0; b < row_blocks(); ++b) convert_weights(b);
       multiply_values(count, values);
@@ -439,12 +444,12 @@ class PackedTile : TileRows<exp2_degree> {
   int64 next_key_ = 0;  // first key of the block after this one
   int64 strip_end_ = 0;
 
-  void add_values_row_by_row(int64 first_key) const {
+  void add_values_row_by_row(int64 first_key, int64 count) const {
     for (int64 b = 0; b < row_blocks(); ++b) {
       const core::RowBlock rows = row_block(b);
       const core::KeyRange seen = this->scratch_.visible[b];
       for (int64 r = rows.begin; r < rows.end; ++r) {
-        this->add_values_selectively(r, first_key, seen.begin, seen.end);
+        this->add_values_selectively(r, first_key, seen.begin, core::min64(seen.end, count));
       }
     }
   }
