@@ -44,9 +44,10 @@ int32 choose_heads_per_tile(const core::Problem& p) {
   return heads_side_by_side(p) ? std::min(p.heads_kv, most_heads_per_tile) : 1;
 }
 
-// Up to how many rows reading K and V in place is faster than packing them: more where packing one
-// head would skip through the pages of all of them.
-int64 most_streamed_rows(const core::Problem& p) { return heads_side_by_side(p) ? 32 : 16; }
+// Up to how many rows reading K and V in place is faster than packing them: half as many where a
+// head's rows are contiguous, twice as many where packing one head would skip through the pages of
+// all of them. One number for both, so that a result's bits do not depend on the layout.
+constexpr int64 most_streamed_rows = 24;
 
 int64 head_groups(const core::Problem& p, const ForwardConfig& config) {
   return core::ceil_div(p.heads_kv, config.heads_per_tile);
@@ -284,7 +285,7 @@ ForwardConfig configure_forward(const core::Problem& problem, int threads,
   config.bf16_products = problem.q.dtype == core::DType::bf16 && has_bf16_products();
   // Both packs of a block stay within the second-level cache.
   config.block_k = problem.head_dim + problem.head_dim_v > 512 ? 64 : 128;
-  config.few_rows = longest_rows(problem) <= most_streamed_rows(problem);
+  config.few_rows = longest_rows(problem) <= most_streamed_rows;
   if (config.few_rows) {
     config.block_k = 64;
     config.heads_per_tile = choose_heads_per_tile(problem);
