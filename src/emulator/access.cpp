@@ -110,8 +110,8 @@ u64 read_bytes(const u8* data, u32 bytes) {
   return value;
 }
 
-void set_loaded(Warp& warp, const Inst& inst, const OperandRef& operand, int lane,
-                const u8* data, u32 bytes) {
+void set_loaded(Warp& warp, const Inst& inst, const OperandRef& operand, int lane, const u8* data,
+                u32 bytes) {
   if (operand.kind == OperandRef::Kind::none) return;
   if (bytes == 16) {
     std::memcpy(warp.words(operand) + 4 * lane, data, 16);
@@ -156,8 +156,8 @@ Step run_load(Warp& warp, const Inst& inst) {
   synchronise(warp, inst, lanes, true, false);
   for (u32 i = 0; i < inst.outputs; ++i) {
     for_lanes(warp.active, [&](int lane) {
-      set_loaded(warp, inst, o[i], lane, lanes.place[static_cast<std::size_t>(lane)].data + i * bytes,
-                 bytes);
+      set_loaded(warp, inst, o[i], lane,
+                 lanes.place[static_cast<std::size_t>(lane)].data + i * bytes, bytes);
     });
   }
   count_access(warp, lanes, total, false);
@@ -185,7 +185,10 @@ Step run_store(Warp& warp, const Inst& inst) {
     }
   });
   count_access(warp, lanes, total, true);
-  if ((inst.flags & kStrong) != 0) warp.cluster->changed();
+  if ((inst.flags & kStrong) != 0)
+    warp.cluster->changed();
+  else
+    ++warp.cluster->stores;
   return Step::next;
 }
 
@@ -204,7 +207,8 @@ Step run_atomic(Warp& warp, const Inst& inst) {
       u8* data = lanes.place[static_cast<std::size_t>(lane)].data + i * bytes;
       const u64 old = read_bytes(data, std::min(bytes, 8u));
       const u64 second = kind == AtomicKind::cas ? warp.value(inputs[2], lane) : 0;
-      const u64 result = apply_atomic(kind, inst.type, old, warp.value(inputs[1 + i], lane), second);
+      const u64 result =
+          apply_atomic(kind, inst.type, old, warp.value(inputs[1 + i], lane), second);
       std::memcpy(data, &result, bytes);
       if (i < inst.outputs && o[i].kind != OperandRef::Kind::none) warp.set(o[i], lane, old);
     }
@@ -250,8 +254,7 @@ struct Matrices {
   u32 rows = 0;
 };
 
-bool locate_rows(Warp& warp, const Inst& inst, const OperandRef& address, bool write,
-                 Matrices& m) {
+bool locate_rows(Warp& warp, const Inst& inst, const OperandRef& address, bool write, Matrices& m) {
   if (warp.active != ~0u) {
     warp.fault(FaultKind::divergent, inst, -1, "not all lanes of the warp take part.");
     return false;
@@ -370,8 +373,7 @@ u64 apply_atomic(AtomicKind kind, Type type, u64 old, u64 operand, u64 second) {
   if (is_small_float(type) && kind <= AtomicKind::max) {
     const u32 a = static_cast<u32>(old), b = static_cast<u32>(operand);
     if (bytes == 2) return small_atomic(kind, type, a, b);
-    return small_atomic(kind, type, a, b) |
-           small_atomic(kind, type, a >> 16, b >> 16) << 16;
+    return small_atomic(kind, type, a, b) | small_atomic(kind, type, a >> 16, b >> 16) << 16;
   }
   if (type == Type::f32 && kind == AtomicKind::add) {
     return std::bit_cast<u32>(std::bit_cast<float>(static_cast<u32>(old)) +
@@ -439,8 +441,10 @@ void build_store(Builder& b) {
   b.address(b.operand(0), inst.space);
   const Operand& from = b.operand(1);
   auto value = [&](const Operand& item) {
-    if (item.kind == Operand::Kind::reg) b.input_any(item);
-    else b.input(item, inst.type);
+    if (item.kind == Operand::Kind::reg)
+      b.input_any(item);
+    else
+      b.input(item, inst.type);
   };
   if (from.kind == Operand::Kind::vector) {
     for (const Operand& item : from.items) value(item);

@@ -197,7 +197,8 @@ std::vector<Range> live_ranges(const Program& program, const std::vector<Block>&
         }
       };
       visit_registers(program, inst, read, [](u32) {});
-      visit_registers(program, inst, [](u32) {}, write);
+      visit_registers(
+          program, inst, [](u32) {}, write);
     }
   }
   for (bool changed = true; changed;) {

@@ -7,7 +7,7 @@ namespace fovea::emulator {
 
 // Inst::mode of control instructions.
 inline constexpr u8 kBranchMode = 1;
-inline constexpr u8 kTableMode = 2;   // operands: index, then targets in OperandRef::offset
+inline constexpr u8 kTableMode = 2;  // operands: index, then targets in OperandRef::offset
 inline constexpr u8 kReturnMode = 3;
 inline constexpr u8 kExitMode = 4;
 inline constexpr u8 kCallMode = 5;

@@ -7,7 +7,16 @@
 namespace fovea::emulator {
 
 enum class AtomicKind : u8 {
-  add, min, max, bit_and, bit_or, bit_xor, exchange, cas, increment, decrement
+  add,
+  min,
+  max,
+  bit_and,
+  bit_or,
+  bit_xor,
+  exchange,
+  cas,
+  increment,
+  decrement
 };
 
 // New value of a location of the type's width.

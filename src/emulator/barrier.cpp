@@ -46,9 +46,9 @@ void arrive_named(Warp& warp, const Inst& inst, NamedBarrier& barrier, u32 id, u
                    " threads while others use it with " + std::to_string(barrier.expected) + ".");
   }
   if (expected % 32 != 0) {
-    warp.fault(FaultKind::bad_argument, inst, -1,
-               "a barrier's thread count must be a multiple of 32, not " +
-                   std::to_string(expected) + ".");
+    warp.fault(
+        FaultKind::bad_argument, inst, -1,
+        "a barrier's thread count must be a multiple of 32, not " + std::to_string(expected) + ".");
   }
   barrier.expected = expected;
   barrier.arrived += count;
@@ -99,9 +99,8 @@ Step run_bar(Warp& warp, const Inst& inst) {
                    hex(warp.live) + ".");
   }
   if (fragment.token == 0) {
-    const u32 expected = o[1].kind == OperandRef::Kind::none
-                             ? 0
-                             : warp.value32(o[1], warp.first_lane());
+    const u32 expected =
+        o[1].kind == OperandRef::Kind::none ? 0 : warp.value32(o[1], warp.first_lane());
     if (inst.mode == kRed) add_votes(warp, inst, barrier);
     arrive_named(warp, inst, barrier, id, expected);
     ++warp.counters.barrier_waits;
@@ -198,17 +197,17 @@ Step run_setmaxnreg(Warp& warp, const Inst& inst) {
   Launch& launch = *warp.launch;
   if (cta.free_registers == 0 && warp.register_quota == 0 && !cta.pool_started) {
     cta.pool_started = true;
-    cta.free_registers = launch.machine->chip.registers_per_sm -
-                         launch.warps * 32 * starting_registers(launch);
+    cta.free_registers =
+        launch.machine->chip.registers_per_sm - launch.warps * 32 * starting_registers(launch);
   }
   if (warp.register_quota == 0) warp.register_quota = starting_registers(launch);
   const u32 wanted = inst.immediate;
   const bool grow = inst.mode == 1;
   if (grow ? wanted < warp.register_quota : wanted > warp.register_quota) {
     warp.fault(FaultKind::resources, inst, -1,
-               "setmaxnreg." + std::string(grow ? "inc" : "dec") + " to " +
-                   std::to_string(wanted) + " registers goes the wrong way from " +
-                   std::to_string(warp.register_quota) + ".");
+               "setmaxnreg." + std::string(grow ? "inc" : "dec") + " to " + std::to_string(wanted) +
+                   " registers goes the wrong way from " + std::to_string(warp.register_quota) +
+                   ".");
     return Step::next;
   }
   if (grow) {
@@ -226,7 +225,15 @@ Step run_setmaxnreg(Warp& warp, const Inst& inst) {
 // ---- mbarrier
 
 enum MbarrierMode : u8 {
-  kInit, kInval, kArriveOne, kArriveDrop, kTest, kTry, kExpect, kComplete, kPending
+  kInit,
+  kInval,
+  kArriveOne,
+  kArriveDrop,
+  kTest,
+  kTry,
+  kExpect,
+  kComplete,
+  kPending
 };
 enum MbarrierFlags : u32 { kParity = 1, kRelaxed = 2, kWithExpect = 4, kNoComplete = 8 };
 
@@ -298,9 +305,9 @@ void expect_bytes(Warp& warp, const Inst& inst, Mbarrier& barrier, int lane, i64
   barrier.bytes += bytes;
   barrier.bytes_expected_total += static_cast<u64>(bytes);
   if (barrier.bytes > kMaxTransactions) {
-    warp.fault(FaultKind::transaction_bytes, inst, lane,
-               "the transaction count reaches " + std::to_string(barrier.bytes) +
-                   ", above 2^20 - 1.");
+    warp.fault(
+        FaultKind::transaction_bytes, inst, lane,
+        "the transaction count reaches " + std::to_string(barrier.bytes) + ", above 2^20 - 1.");
   }
 }
 

@@ -45,12 +45,12 @@ class Builder {
   void none_output();
   void none_input();
   void address(const Operand& operand, Space space);
-  void address_of(const Operand& operand);  // the value of a variable's address
+  void address_of(const Operand& operand);    // the value of a variable's address
   u64 integer(const Operand& operand) const;  // a literal
-  Space space() const;                      // from modifiers; none means generic
+  Space space() const;                        // from modifiers; none means generic
   Rounding rounding() const;
 
-  void lane(std::string_view name);         // binds the arithmetic of lanes.def; fails if absent
+  void lane(std::string_view name);  // binds the arithmetic of lanes.def; fails if absent
   bool has_lane(std::string_view name) const;
   const Register& reg(const Operand& operand) const;
   u32 label(const Operand& operand) const { return operand.index; }

@@ -68,7 +68,8 @@ void record_read(const AccessView& view, Cell& cell, ClockPart part) {
   for (u32& epoch : cell.reads) {
     if (epoch == mine) return;
     if (epoch == 0 || epoch >> kTickBits == view.agent || before(view, epoch, part)) {
-      if (free_slot == nullptr || (epoch != 0 && epoch >> kTickBits == view.agent)) free_slot = &epoch;
+      if (free_slot == nullptr || (epoch != 0 && epoch >> kTickBits == view.agent))
+        free_slot = &epoch;
     }
   }
   if (free_slot == nullptr) free_slot = &cell.reads[view.agent % 3];
@@ -169,8 +170,8 @@ std::string register_text(const Warp& warp, i32 vreg) {
   (void)entry;
   // "%r<73>" declares a range: the number is the distance from its first register.
   i32 first = vreg;
-  while (first > 0 &&
-         warp.program->registers[static_cast<std::size_t>(first - 1)].name.data() == reg.name.data()) {
+  while (first > 0 && warp.program->registers[static_cast<std::size_t>(first - 1)].name.data() ==
+                          reg.name.data()) {
     --first;
   }
   return std::string(reg.name) + std::to_string(vreg - first);
@@ -185,9 +186,9 @@ void fault_register(Warp& warp, const Inst& inst, i32 vreg, bool flying, bool wr
     return;
   }
   const u32 missing = warp.active & ~warp.check.defined[static_cast<std::size_t>(vreg)];
-  warp.fault(FaultKind::uninitialised, inst, std::countr_zero(missing),
-             "uses register " + name + ", which was never given a value in lanes " + hex(missing) +
-                 ".");
+  warp.fault(
+      FaultKind::uninitialised, inst, std::countr_zero(missing),
+      "uses register " + name + ", which was never given a value in lanes " + hex(missing) + ".");
 }
 
 }  // namespace
@@ -197,7 +198,8 @@ void check_registers_before(Warp& warp, const Inst& inst) {
   WarpCheck& check = warp.check;
   if (inst.guard >= 0) {
     const auto v = static_cast<std::size_t>(inst.guard_vreg);
-    if ((warp.active & ~check.defined[v]) != 0) fault_register(warp, inst, inst.guard_vreg, false, false);
+    if ((warp.active & ~check.defined[v]) != 0)
+      fault_register(warp, inst, inst.guard_vreg, false, false);
   }
   const u32 outputs = inst.outputs;
   if (!inst.late) {
@@ -277,12 +279,12 @@ void check_shared(const AccessView& view, Cta& target, u32 offset, u32 bytes, Ac
       conflict = against_reads(view, cell, kOrdered);
       if (conflict.kind == FaultKind::none) reads_ok = cell.reads;
     }
-    const std::string where = conflict.kind == FaultKind::none
-                                  ? std::string()
-                                  : "shared memory at " + hex(word * 4) +
-                                        (target.rank != view.cta->rank
-                                             ? " of CTA " + std::to_string(target.rank)
-                                             : std::string());
+    const std::string where =
+        conflict.kind == FaultKind::none
+            ? std::string()
+            : "shared memory at " + hex(word * 4) +
+                  (target.rank != view.cta->rank ? " of CTA " + std::to_string(target.rank)
+                                                 : std::string());
     if (conflict.kind != FaultKind::none) {
       report_conflict(view, conflict, where, access, cell.write_line);
     }
@@ -291,8 +293,10 @@ void check_shared(const AccessView& view, Cta& target, u32 offset, u32 bytes, Ac
              "reads shared memory at " + hex(word * 4) + ", which was never written.");
       cell.defined_bytes = 15;
     }
-    if (access == Access::read) record_read(view, cell, kOrdered);
-    else record_write(view, cell, access, mask);
+    if (access == Access::read)
+      record_read(view, cell, kOrdered);
+    else
+      record_write(view, cell, access, mask);
   }
 }
 
@@ -313,7 +317,8 @@ void check_tensor(const AccessView& view, Cta& target, u32 column, u32 columns, 
       Cell& cell = cells[std::size_t{c} * 8 + part];
       Conflict conflict;
       const bool in_pipeline = chain != 0 && cell.chain == chain;
-      if (cell.write != 0 && !in_pipeline) conflict = against_write(view, cell, access, part_of_clock);
+      if (cell.write != 0 && !in_pipeline)
+        conflict = against_write(view, cell, access, part_of_clock);
       if (access != Access::read && conflict.kind == FaultKind::none) {
         conflict = against_reads(view, cell, part_of_clock);
       }
@@ -399,7 +404,8 @@ void check_global_word(const AccessView& view, GlobalCell& cell, u64 address, u8
   if (access != Access::read && cell.read != 0 &&
       !(access == Access::atomic && (cell.flags & kAtomicWrite) != 0) &&
       !ordered_global(view, cell.read, cell.read_cluster, cell.read_time)) {
-    report_global(view, address, access, global_agent(view, cell.read, cell.read_cluster), false, 0);
+    report_global(view, address, access, global_agent(view, cell.read, cell.read_cluster), false,
+                  0);
   }
   const u32 epoch = epoch_of(view.agent, view.tick), time = view.cluster->check.time;
   if (access == Access::read) {
@@ -483,8 +489,10 @@ void check_memory_fence(Warp& warp) {
 
 void check_tensor_fence(Warp& warp, bool is_before) {
   Clock& clock = warp.check.clock;
-  if (is_before) clock.join_part(kReleased, clock, kTensor);
-  else clock.join_part(kTensor, clock, kReleased);
+  if (is_before)
+    clock.join_part(kReleased, clock, kTensor);
+  else
+    clock.join_part(kTensor, clock, kReleased);
 }
 
 void check_global_sync(Warp& warp, u64 address, bool release, bool acquire, bool store, bool load) {
@@ -555,8 +563,10 @@ void check_fork(AsyncOp& op, Warp& warp) {
   // Two ticks: an operation may end its reads before its writes.
   check.ticks[op.agent] = std::min(check.ticks[op.agent] + 2, kTickMask - 2);
   op.agent_clock = check.ticks[op.agent];
-  if (op.clock.empty()) op.clock = warp.check.clock;
-  else op.clock.join(warp.check.clock, kClockParts);
+  if (op.clock.empty())
+    op.clock = warp.check.clock;
+  else
+    op.clock.join(warp.check.clock, kClockParts);
   tick(warp);
 }
 

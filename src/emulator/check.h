@@ -64,11 +64,11 @@ struct Cell {
   u32 write = 0;               // epoch; 0 = never
   std::array<u32, 3> reads{};  // epochs of concurrent readers
   int write_line = 0;
-  u8 written_bytes = 0;        // of the last write
+  u8 written_bytes = 0;  // of the last write
   u8 defined_bytes = 0;
   u8 flags = 0;
   u8 read_flags = 0;
-  u32 chain = 0;               // tensor memory: which accumulator chain wrote it
+  u32 chain = 0;  // tensor memory: which accumulator chain wrote it
 };
 inline constexpr u8 kAsyncWrite = 1;
 inline constexpr u8 kAtomicWrite = 2;
@@ -87,26 +87,26 @@ struct GlobalCell {
 inline constexpr u64 kShadowPageBytes = 16384;
 struct GlobalShadow {
   std::vector<std::unique_ptr<std::array<GlobalCell, kShadowPageBytes / 4>>> pages;
-  u64 launch = 0;              // cells of an older launch count as untouched
+  u64 launch = 0;  // cells of an older launch count as untouched
 };
 
 // A word of global memory used for synchronisation.
 struct GlobalSync {
   Clock clock;
-  u64 cluster = 0;             // whose clock it is
+  u64 cluster = 0;                     // whose clock it is
   std::unordered_map<u32, u32> known;  // cluster -> release count
 };
 
 struct WarpCheck {
   Clock clock;
-  std::vector<u32> defined;     // per virtual register: lanes
-  std::vector<u32> in_flight;   // per virtual register: number of the operation, 0 none
-  std::vector<u64> written;     // per virtual register: when, in warp instructions
-  Clock tensor_done;            // tcgen05 operations of this warp that have ended
-  u64 matrix_fence = 0;         // last wgmma.fence
+  std::vector<u32> defined;    // per virtual register: lanes
+  std::vector<u32> in_flight;  // per virtual register: number of the operation, 0 none
+  std::vector<u64> written;    // per virtual register: when, in warp instructions
+  Clock tensor_done;           // tcgen05 operations of this warp that have ended
+  u64 matrix_fence = 0;        // last wgmma.fence
   bool matrix_fence_seen = false;
-  Clock fenced;                 // clock at the last memory fence
-  Clock acquired;               // taken by relaxed loads, valid after the next fence
+  Clock fenced;    // clock at the last memory fence
+  Clock acquired;  // taken by relaxed loads, valid after the next fence
   std::unordered_map<u32, u32> known, known_acquired, known_fenced;
   u32 fenced_time = 0;
   std::unordered_map<u32, std::vector<i32>> flights;  // operation -> its registers
@@ -115,9 +115,9 @@ struct WarpCheck {
 struct ClusterCheck {
   bool on = false;
   u32 agents = 0, agents_per_cta = 0, warps = 0;
-  std::vector<u32> ticks;       // of asynchronous slots
-  std::vector<u32> next_slot;   // per CTA
-  u32 time = 1;                 // releases to global memory
+  std::vector<u32> ticks;      // of asynchronous slots
+  std::vector<u32> next_slot;  // per CTA
+  u32 time = 1;                // releases to global memory
   u32 next_flight = 1;
   std::vector<std::vector<Cell>> tensor;  // per CTA
 };
@@ -126,7 +126,7 @@ struct ClusterCheck {
 struct AccessView {
   Launch* launch = nullptr;
   Cluster* cluster = nullptr;
-  const Cta* cta = nullptr;     // of the agent
+  const Cta* cta = nullptr;  // of the agent
   int warp = -1;
   int lane = -1;
   const Inst* inst = nullptr;
@@ -135,7 +135,7 @@ struct AccessView {
   const std::unordered_map<u32, u32>* known = nullptr;
   u32 agent = 0;
   u32 tick = 0;
-  bool async = false;           // through the async proxy
+  bool async = false;  // through the async proxy
 };
 
 enum class Access : u8 { read, write, atomic };

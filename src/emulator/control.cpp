@@ -41,7 +41,8 @@ Step run_call(Warp& warp, const Inst& inst) {
   }
   fragment.returns.push_back(fragment.pc + 1);
   if (fragment.returns.size() > 64) {
-    warp.fault(FaultKind::resources, inst, warp.first_lane(), "calls are nested more than 64 deep.");
+    warp.fault(FaultKind::resources, inst, warp.first_lane(),
+               "calls are nested more than 64 deep.");
     warp.launch->stopped = true;
   }
   fragment.pc = inst.target;
@@ -97,10 +98,22 @@ int shuffle_source(int lane, u32 mode, u32 b, u32 c, bool& valid) {
   const int by = static_cast<int>(b & 31u);
   int from = lane;
   switch (mode) {
-    case 0: from = lane - by; valid = from >= high; break;
-    case 1: from = lane + by; valid = from <= high; break;
-    case 2: from = lane ^ by; valid = from <= high; break;
-    default: from = low | (by & ~segment); valid = from <= high; break;
+    case 0:
+      from = lane - by;
+      valid = from >= high;
+      break;
+    case 1:
+      from = lane + by;
+      valid = from <= high;
+      break;
+    case 2:
+      from = lane ^ by;
+      valid = from <= high;
+      break;
+    default:
+      from = low | (by & ~segment);
+      valid = from <= high;
+      break;
   }
   return valid ? from : lane;
 }
@@ -287,7 +300,8 @@ bool build_system_call(Builder& b, const Operand& callee) {
 void build_call(Builder& b) {
   const Operand& callee = b.operand(b.operand(0).kind == Operand::Kind::vector ? 1 : 0);
   if (callee.kind != Operand::Kind::function) {
-    b.fail("'" + std::string(callee.text) + "' is not a function of this module; indirect calls "
+    b.fail("'" + std::string(callee.text) +
+           "' is not a function of this module; indirect calls "
            "are not supported.");
   }
   if (build_system_call(b, callee)) return;
@@ -329,8 +343,10 @@ void build_shuffle(Builder& b) {
   const bool with_predicate = b.count() == 6;
   const std::size_t first = with_predicate ? 2 : 1;
   b.output(b.operand(0), Type::b32);
-  if (with_predicate) b.output(b.operand(1), Type::pred);
-  else b.none_output();
+  if (with_predicate)
+    b.output(b.operand(1), Type::pred);
+  else
+    b.none_output();
   for (std::size_t i = 0; i < 4; ++i) b.input(b.operand(first + i), Type::b32);
   const int mode = b.which({"up", "down", "bfly", "idx"});
   if (mode < 0) b.fail("shfl needs a mode such as .bfly.");
@@ -356,8 +372,10 @@ void build_match(Builder& b) {
   const bool all = b.has("all");
   const bool with_predicate = b.count() == 4;
   b.output(b.operand(0), Type::b32);
-  if (with_predicate) b.output(b.operand(1), Type::pred);
-  else b.none_output();
+  if (with_predicate)
+    b.output(b.operand(1), Type::pred);
+  else
+    b.none_output();
   b.input(b.operand(with_predicate ? 2 : 1), b.type(0));
   b.input(b.operand(with_predicate ? 3 : 2), Type::b32);
   b.inst.mode = all ? 1 : 0;

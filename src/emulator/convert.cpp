@@ -99,8 +99,10 @@ bool is_integer(Type type) { return type >= Type::uint8 && type <= Type::int64; 
 
 const SmallFloat* small_format(Type type) {
   switch (type) {
-    case Type::f16: case Type::f16x2: return &kHalf;
-    case Type::bf16: case Type::bf16x2: return &kBfloat16;
+    case Type::f16:
+    case Type::f16x2: return &kHalf;
+    case Type::bf16:
+    case Type::bf16x2: return &kBfloat16;
     case Type::e4m3x2: return &kE4m3;
     case Type::e5m2x2: return &kE5m2;
     case Type::e2m3x2: return &kE2m3;
@@ -116,8 +118,7 @@ double flush(double value, u32 flags) {
 
 double source_real(const Inst& inst, u64 bits) {
   switch (inst.type) {
-    case Type::f32:
-      return flush(std::bit_cast<float>(static_cast<u32>(bits)), inst.flags);
+    case Type::f32: return flush(std::bit_cast<float>(static_cast<u32>(bits)), inst.flags);
     case Type::f64: return std::bit_cast<double>(bits);
     default: return decode_small(*small_format(inst.type), static_cast<u32>(bits) & 0xffff);
   }
@@ -130,9 +131,8 @@ u64 real_to_integer(double value, Type type, Rounding rounding) {
     return bits == 64 ? u64{1} << 63 : with_sign || bits < 32 ? 0 : 0;
   }
   const bool negative = std::signbit(value);
-  const double magnitude = std::isinf(value)
-                               ? value
-                               : round_magnitude(std::fabs(value), rounding, negative);
+  const double magnitude =
+      std::isinf(value) ? value : round_magnitude(std::fabs(value), rounding, negative);
   const double rounded = std::isinf(value) ? value : (negative ? -magnitude : magnitude);
   const double high = std::ldexp(1.0, with_sign ? bits - 1 : bits);
   const double low = with_sign ? -high : 0.0;
@@ -186,8 +186,7 @@ float integer_to_float(u64 value, bool with_sign, Rounding rounding) {
   // Two guard bits, the lower one sticky, are all that rounding needs.
   const u64 half = u64{1} << (shift - 1);
   const double guard = rest == 0 ? 0.0 : rest < half ? 0.25 : rest == half ? 0.5 : 0.75;
-  const double steps =
-      round_magnitude(static_cast<double>(whole) + guard, rounding, negative);
+  const double steps = round_magnitude(static_cast<double>(whole) + guard, rounding, negative);
   const double result = std::ldexp(steps, shift);
   return static_cast<float>(negative ? -result : result);
 }
@@ -309,7 +308,8 @@ Step run_cvt_packed(Warp& warp, const Inst& inst) {
 
 u32 packed_bits(Type type) {
   switch (type) {
-    case Type::f16x2: case Type::bf16x2: return 16;
+    case Type::f16x2:
+    case Type::bf16x2: return 16;
     case Type::e2m1x2: return 4;
     default: return 8;
   }
@@ -329,8 +329,9 @@ std::string fast_conversion(const Builder& b, Type to, Type from, bool pair) {
   const std::string f = exact_name(from), t = exact_name(to);
   if (is_integer(from) && is_integer(to)) {
     const u32 n = type_bytes(from), m = type_bytes(to);
-    if (m == 8) return "cvt_" + std::string(is_signed(from) ? "s" : "u") + std::to_string(8 * n) + "_" +
-                       (is_signed(from) ? "s" : "u") + "64";
+    if (m == 8)
+      return "cvt_" + std::string(is_signed(from) ? "s" : "u") + std::to_string(8 * n) + "_" +
+             (is_signed(from) ? "s" : "u") + "64";
     if (n == 8 && m == 4) return "cvt_u64_u32";
     return {};
   }
@@ -359,7 +360,8 @@ bool widths_match(const Builder& b, Type to, Type from) {
 
 void cvta_space(Builder& b, u64& window) {
   switch (b.space()) {
-    case Space::shared: case Space::shared_cluster: window = kSharedWindow; break;
+    case Space::shared:
+    case Space::shared_cluster: window = kSharedWindow; break;
     case Space::local: window = kLocalWindow; break;
     case Space::param: window = kParamWindow; break;
     default: window = 0; break;
@@ -371,8 +373,8 @@ Step run_cvta(Warp& warp, const Inst& inst) {
   const OperandRef* o = warp.operands(inst);
   const u64 window = u64{inst.immediate} << 32;
   for_lanes(warp.active, [&](int lane) {
-    const u64 a = o[1].kind == OperandRef::Kind::memory ? warp.address(o[1], lane)
-                                                        : warp.value(o[1], lane);
+    const u64 a =
+        o[1].kind == OperandRef::Kind::memory ? warp.address(o[1], lane) : warp.value(o[1], lane);
     warp.set(o[0], lane, inst.mode == 1 ? a - window : a + window);
   });
   return Step::next;
@@ -406,8 +408,8 @@ Step run_isspacep(Warp& warp, const Inst& inst) {
 Step run_mapa(Warp& warp, const Inst& inst) {
   const OperandRef* o = warp.operands(inst);
   for_lanes(warp.active, [&](int lane) {
-    const u64 a = o[1].kind == OperandRef::Kind::memory ? warp.address(o[1], lane)
-                                                        : warp.value(o[1], lane);
+    const u64 a =
+        o[1].kind == OperandRef::Kind::memory ? warp.address(o[1], lane) : warp.value(o[1], lane);
     const u64 rank = warp.value32(o[2], lane);
     if (rank >= warp.cluster->ctas.size()) {
       warp.fault(FaultKind::bad_argument, inst, lane,
@@ -423,8 +425,8 @@ Step run_mapa(Warp& warp, const Inst& inst) {
 Step run_getctarank(Warp& warp, const Inst& inst) {
   const OperandRef* o = warp.operands(inst);
   for_lanes(warp.active, [&](int lane) {
-    const u64 a = o[1].kind == OperandRef::Kind::memory ? warp.address(o[1], lane)
-                                                        : warp.value(o[1], lane);
+    const u64 a =
+        o[1].kind == OperandRef::Kind::memory ? warp.address(o[1], lane) : warp.value(o[1], lane);
     warp.set(o[0], lane, a >> kRankShift & 0xff);
   });
   return Step::next;
@@ -462,7 +464,8 @@ void build_mov(Builder& b) {
     b.input(from, type);
     b.inst.copy = from.kind == Operand::Kind::reg;
     const u32 bytes = type_bytes(type);
-    if (bytes == 16) b.inst.run = run_mov_wide;
+    if (bytes == 16)
+      b.inst.run = run_mov_wide;
     else {
       b.lane(bytes == 8 ? "mov_b64" : bytes == 4 ? "mov_b32" : "mov_b16");
       b.inst.run = run_lane;
@@ -486,8 +489,8 @@ void build_cvt(Builder& b) {
                (integral && !is_integer(to) ? kToInteger : 0u);
   b.output_any(b.operand(0));
   const bool pair = b.count() == 3;
-  const bool packed = !pair && (small_format(from) != nullptr && from != Type::f16 &&
-                                from != Type::bf16);
+  const bool packed =
+      !pair && (small_format(from) != nullptr && from != Type::f16 && from != Type::bf16);
   if (pair) {
     if (from != Type::f32) b.fail("cvt with two sources takes .f32.");
     b.input(b.operand(1), Type::f32);
@@ -520,8 +523,10 @@ void build_cvta(Builder& b) {
   b.inst.pure = true;
   b.inst.unit = Unit::alu;
   b.output_any(b.operand(0));
-  if (b.operand(1).kind == Operand::Kind::variable) b.address_of(b.operand(1));
-  else b.input_any(b.operand(1));
+  if (b.operand(1).kind == Operand::Kind::variable)
+    b.address_of(b.operand(1));
+  else
+    b.input_any(b.operand(1));
   b.inst.run = run_cvta;
 }
 
@@ -538,8 +543,10 @@ void build_isspacep(Builder& b) {
 void build_mapa(Builder& b) {
   b.expect_count(3, 3);
   b.output_any(b.operand(0));
-  if (b.operand(1).kind == Operand::Kind::variable) b.address_of(b.operand(1));
-  else b.input_any(b.operand(1));
+  if (b.operand(1).kind == Operand::Kind::variable)
+    b.address_of(b.operand(1));
+  else
+    b.input_any(b.operand(1));
   b.input(b.operand(2), Type::b32);
   b.inst.unit = Unit::alu;
   b.inst.run = run_mapa;
@@ -548,8 +555,10 @@ void build_mapa(Builder& b) {
 void build_getctarank(Builder& b) {
   b.expect_count(2, 2);
   b.output_any(b.operand(0));
-  if (b.operand(1).kind == Operand::Kind::variable) b.address_of(b.operand(1));
-  else b.input_any(b.operand(1));
+  if (b.operand(1).kind == Operand::Kind::variable)
+    b.address_of(b.operand(1));
+  else
+    b.input_any(b.operand(1));
   b.inst.pure = true;
   b.inst.unit = Unit::alu;
   b.inst.run = run_getctarank;

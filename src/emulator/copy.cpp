@@ -154,7 +154,7 @@ class BulkOp : public AsyncOp {
   Side from_side = Side::global, to_side = Side::shared;
   u64 from = 0, to = 0;
   u32 bytes = 0;
-  u32 barrier = 0;          // 0: completes through a bulk group
+  u32 barrier = 0;  // 0: completes through a bulk group
   u16 multicast = 0;
   bool reduce = false;
   AtomicKind operation = AtomicKind::add;
@@ -395,7 +395,8 @@ Step run_query_cancel(Warp& warp, const Inst& inst) {
     if (inst.mode == 0) return;
     const u32 first = inst.mode == 4 ? 0 : inst.mode - 1u;
     for (u32 i = 0; i < inst.outputs && i < 3; ++i) {
-      if (o[i].kind != OperandRef::Kind::none) warp.set(o[i], lane, answer[4 * lane + static_cast<int>(first + i)]);
+      if (o[i].kind != OperandRef::Kind::none)
+        warp.set(o[i], lane, answer[4 * lane + static_cast<int>(first + i)]);
     }
   });
   if (inst.mode == 0) {
@@ -471,7 +472,8 @@ void build_bulk(Builder& b) {
                (multicast ? kMulticast : 0u) | (b.has("reduce") ? kReduce : 0u);
   if (b.has("reduce")) {
     inst.type = b.type(0);
-    const int kind = b.which({"add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"});
+    const int kind =
+        b.which({"add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"});
     if (kind < 0) b.fail("the reduction is missing.");
     inst.mode = static_cast<u8>(kind);
   }
@@ -525,10 +527,10 @@ Mbarrier* signalled(const AsyncOp& op, u32 shared_address, Cta*& target) {
   target = cluster.cta_of(shared_address);
   Mbarrier* barrier = target == nullptr ? nullptr : find_barrier(*target, offset);
   if (barrier == nullptr) {
-    cluster.launch->fault(FaultKind::barrier_misuse, op.cta, static_cast<int>(op.warp->index),
-                          op.lane, op.inst, op.name(),
-                          "completes on " + hex(shared_address) +
-                              ", where there is no initialised mbarrier.");
+    cluster.launch->fault(
+        FaultKind::barrier_misuse, op.cta, static_cast<int>(op.warp->index), op.lane, op.inst,
+        op.name(),
+        "completes on " + hex(shared_address) + ", where there is no initialised mbarrier.");
     return nullptr;
   }
   if (cluster.launch->checks) {
@@ -570,7 +572,8 @@ void build_async_store(Builder& b) {
   b.input_list(b.operand(1), inst.type);
   if (b.text.mnemonic == "red") {
     inst.flags = 1;
-    const int kind = b.which({"add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"});
+    const int kind =
+        b.which({"add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"});
     if (kind < 0) b.fail("the operation is missing.");
     inst.mode = static_cast<u8>(kind);
   }

@@ -34,6 +34,16 @@ bool list_contains(std::string_view list, std::string_view word) {
   return false;
 }
 
+bool known_special(std::string_view name) {
+  constexpr std::string_view kNames =
+      "%tid %ntid %ctaid %nctaid %clusterid %nclusterid %cluster_ctaid %cluster_nctaid %laneid "
+      "%lanemask_eq %lanemask_lt %lanemask_le %lanemask_gt %lanemask_ge %cluster_ctarank "
+      "%cluster_nctarank %warpid %nwarpid %smid %nsmid %gridid %dynamic_smem_size "
+      "%total_smem_size %reserved_smem_offset_begin %reserved_smem_offset_cap "
+      "%reserved_smem_offset_end";
+  return list_contains(kNames, name.substr(0, name.find('.')));
+}
+
 const std::unordered_map<std::string_view, LaneOp>& lane_names() {
   static const std::unordered_map<std::string_view, LaneOp> names = {
 #define UNARY(name, ...) {#name, LaneOp::name},
@@ -93,8 +103,8 @@ class ProgramBuilder {
         program_->constants.push_back(static_cast<u32>(bits));
         if (words == 2) program_->constants.push_back(static_cast<u32>(bits >> 32));
         for (u32 extra = 2; extra < words; ++extra) program_->constants.push_back(0);
-        if (words == 4) program_->constants[program_->constants.size() - 3] =
-            static_cast<u32>(bits >> 32);
+        if (words == 4)
+          program_->constants[program_->constants.size() - 3] = static_cast<u32>(bits >> 32);
       }
     }
     return it->second;
@@ -214,8 +224,7 @@ class ProgramBuilder {
       }
     }
     for (u32 at = begin; at < stop; ++at) rebase(program_->code[at], begin);
-    regions_.push_back({begin, stop, register_base_,
-                        static_cast<u32>(program_->registers.size())});
+    regions_.push_back({begin, stop, register_base_, static_cast<u32>(program_->registers.size())});
   }
 
   // Labels are numbered within their function.
@@ -306,8 +315,7 @@ Builder::Builder(ProgramBuilder& owner, const Function& function, const Instruct
 void Builder::fail(const std::string& sentence) const { throw Error(text.line, sentence); }
 
 bool Builder::has(std::string_view modifier) const {
-  return std::find(text.modifiers.begin(), text.modifiers.end(), modifier) !=
-         text.modifiers.end();
+  return std::find(text.modifiers.begin(), text.modifiers.end(), modifier) != text.modifiers.end();
 }
 
 int Builder::which(std::initializer_list<std::string_view> words) const {
@@ -408,6 +416,10 @@ OperandRef Builder::reference(const Operand& operand, Type type, bool checked_wi
     }
     case Operand::Kind::special: {
       if (operand.text.substr(0, 6) == "%clock" || operand.text == "%globaltimer") break;
+      if (!known_special(operand.text)) {
+        fail("'" + std::string(operand.text) +
+             "' is neither a register nor a special register known here.");
+      }
       result.kind = OperandRef::Kind::row;
       result.slot = owner_.special(operand.text, result.words);
       result.vreg = -2;  // fixed slot
@@ -596,9 +608,7 @@ std::string unsigned_name(Type type) {
   return word;
 }
 
-std::string bits_name(Type type) {
-  return "b" + std::to_string(8 * type_bytes(type));
-}
+std::string bits_name(Type type) { return "b" + std::to_string(8 * type_bytes(type)); }
 
 std::shared_ptr<const Program> build_program(const ModuleData& module, const Function& entry) {
   return ProgramBuilder(module, entry).run();

@@ -58,8 +58,8 @@ struct KernelInfo {
   std::vector<std::uint32_t> parameter_sizes;
   std::uint32_t parameter_bytes = 0;
   std::uint32_t static_shared_bytes = 0;
-  std::uint32_t max_threads = 0;          // .maxntid product, 0 when not given
-  std::uint32_t virtual_registers = 0;    // 32-bit words after slot allocation
+  std::uint32_t max_threads = 0;                    // .maxntid product, 0 when not given
+  std::uint32_t virtual_registers = 0;              // 32-bit words after slot allocation
   std::array<std::uint32_t, 3> required_cluster{};  // zeros when not given
 };
 
@@ -120,12 +120,12 @@ std::string_view name(FaultKind kind);
 
 struct Fault {
   FaultKind kind = FaultKind::none;
-  int line = 0;             // PTX line
-  std::string source;       // "file:line" from .loc, empty when unknown
+  int line = 0;        // PTX line
+  std::string source;  // "file:line" from .loc, empty when unknown
   std::array<std::uint32_t, 3> cta{};
   int warp = -1;
   int lane = -1;
-  std::string agent;        // "warp 3", "tma load", "wgmma", ...
+  std::string agent;  // "warp 3", "tma load", "wgmma", ...
   std::string instruction;
   std::string sentence;
   std::string text() const;
@@ -175,8 +175,19 @@ struct Report {
 };
 
 enum class TensorType {
-  uint8, uint16, uint32, int32, uint64, int64, float16, float32, float64, bfloat16,
-  float32_ftz, tfloat32, tfloat32_ftz
+  uint8,
+  uint16,
+  uint32,
+  int32,
+  uint64,
+  int64,
+  float16,
+  float32,
+  float64,
+  bfloat16,
+  float32_ftz,
+  tfloat32,
+  tfloat32_ftz
 };
 enum class Swizzle { none, b32, b64, b128 };
 

@@ -1,10 +1,11 @@
 // Arithmetic, comparison, selection, moves and warp-wide instructions.
+#include "execute.h"
+
 #include <cfenv>
 #include <cstring>
 
 #include "allocate.h"
 #include "builders.h"
-#include "execute.h"
 
 namespace fovea::emulator {
 namespace {
@@ -32,7 +33,8 @@ int host_rounding(Rounding rounding) {
   }
 }
 
-// The operation is behind a function pointer, so the compiler cannot move it across the mode change.
+// The operation is behind a function pointer, so the compiler cannot move it across the mode
+// change.
 Step run_rounded(Warp& warp, const Inst& inst) {
   std::fesetround(host_rounding(inst.rounding));
   inst.lane(arguments(warp, inst));
@@ -72,13 +74,18 @@ std::string wide_or_high(const Builder& b) {
 std::string arithmetic_stem(const Builder& b, Type type) {
   std::string stem(b.text.mnemonic);
   if (stem == "mad" && is_float(type)) stem = "fma";
-  if (stem == "mul24" || stem == "mad24") stem += b.has("hi") ? "_hi" : "_lo";
-  else stem += wide_or_high(b);
+  if (stem == "mul24" || stem == "mad24")
+    stem += b.has("hi") ? "_hi" : "_lo";
+  else
+    stem += wide_or_high(b);
   if (!is_float(type) && b.has("sat")) stem += "_sat";
   if (type == Type::f32 || type == Type::f32x2) {
-    if (b.has("xorsign")) stem += "_xorsign";
-    else if (b.has("NaN")) stem += "_nan";
-    else if (b.has("ftz")) stem += "_ftz";
+    if (b.has("xorsign"))
+      stem += "_xorsign";
+    else if (b.has("NaN"))
+      stem += "_nan";
+    else if (b.has("ftz"))
+      stem += "_ftz";
     if (b.count() == 4 && (b.text.mnemonic == "min" || b.text.mnemonic == "max")) stem += "3";
   }
   if (type == Type::int32 && b.has("relu")) stem += "_relu";
@@ -215,9 +222,8 @@ std::string compare_type(const Builder& b, const Comparison& how, Type type) {
   if (type == Type::f32 && b.has("ftz") && how.stem != "nan") return "ftz_f32";
   if (is_float(type)) return exact_name(type);
   const bool order = how.stem != "eq" && is_signed(type);
-  const char* letter = order && !b.has("lo") && !b.has("ls") && !b.has("hi") && !b.has("hs")
-                           ? "s"
-                           : "u";
+  const char* letter =
+      order && !b.has("lo") && !b.has("ls") && !b.has("hi") && !b.has("hs") ? "s" : "u";
   return letter + std::to_string(8 * type_bytes(type));
 }
 
@@ -243,12 +249,14 @@ Step run_selp(Warp& warp, const Inst& inst) {
     u64* d = static_cast<u64*>(warp.row(o[0]));
     const u64* a = static_cast<const u64*>(warp.source(o[1]));
     const u64* c = static_cast<const u64*>(warp.source(o[2]));
-    for_lanes(warp.active, [&](int lane) { d[lane] = (chosen >> lane & 1u) != 0 ? a[lane] : c[lane]; });
+    for_lanes(warp.active,
+              [&](int lane) { d[lane] = (chosen >> lane & 1u) != 0 ? a[lane] : c[lane]; });
   } else {
     u32* d = static_cast<u32*>(warp.row(o[0]));
     const u32* a = static_cast<const u32*>(warp.source(o[1]));
     const u32* c = static_cast<const u32*>(warp.source(o[2]));
-    for_lanes(warp.active, [&](int lane) { d[lane] = (chosen >> lane & 1u) != 0 ? a[lane] : c[lane]; });
+    for_lanes(warp.active,
+              [&](int lane) { d[lane] = (chosen >> lane & 1u) != 0 ? a[lane] : c[lane]; });
   }
   return Step::next;
 }
@@ -390,8 +398,10 @@ void build_arithmetic(Builder& b) {
   if ((name == "neg" || name == "abs") && (type == Type::bf16 || type == Type::bf16x2)) {
     named = type == Type::bf16 ? Type::f16 : Type::f16x2;
   }
-  if (b.has_lane(stem + "_" + exact_name(named))) b.lane(stem + "_" + exact_name(named));
-  else b.lane(stem + "_" + unsigned_name(named));
+  if (b.has_lane(stem + "_" + exact_name(named)))
+    b.lane(stem + "_" + exact_name(named));
+  else
+    b.lane(stem + "_" + unsigned_name(named));
   if (is_half(type)) b.inst.immediate = (b.has("NaN") ? 1u : 0u) | (b.has("xorsign") ? 2u : 0u);
   b.inst.rounding = b.rounding();
   if (b.inst.rounding != Rounding::nearest_even) b.inst.run = run_rounded;
@@ -414,7 +424,8 @@ void build_logic(Builder& b) {
     b.inst.run = run_predicate_logic;
     b.inst.mode = name == "and" ? 1 : name == "or" ? 2 : name == "xor" ? 3 : 0;
   } else if (name == "shr") {
-    b.lane("shr_" + std::string(is_signed(type) ? "s" : "u") + std::to_string(8 * type_bytes(type)));
+    b.lane("shr_" + std::string(is_signed(type) ? "s" : "u") +
+           std::to_string(8 * type_bytes(type)));
   } else {
     b.lane(name + "_" + bits_name(type));
   }
@@ -450,8 +461,7 @@ void build_prmt(Builder& b) {
   b.expect_count(4, 4);
   b.output(b.operand(0), Type::b32);
   for (std::size_t i = 1; i < 4; ++i) b.input(b.operand(i), Type::b32);
-  b.inst.immediate =
-      static_cast<u32>(b.which({"f4e", "b4e", "rc8", "ecl", "ecr", "rc16"}) + 1);
+  b.inst.immediate = static_cast<u32>(b.which({"f4e", "b4e", "rc8", "ecl", "ecr", "rc16"}) + 1);
   b.lane("prmt_b32");
   mark_lane(b, Unit::alu);
 }
@@ -463,8 +473,9 @@ void build_bits(Builder& b) {
   b.output(b.operand(0), narrow ? Type::b32 : type);
   for (std::size_t i = 1; i < b.count(); ++i) b.input(b.operand(i), i == 1 ? type : Type::b32);
   b.inst.immediate = b.has("shiftamt") || b.has("wrap") ? 1u : 0u;
-  const std::size_t sources = name == "bfe" || name == "fns" ? 3
-                              : name == "szext" || name == "bmsk" ? 2 : 1;
+  const std::size_t sources = name == "bfe" || name == "fns"      ? 3
+                              : name == "szext" || name == "bmsk" ? 2
+                                                                  : 1;
   b.expect_count(sources + 1, sources + 1);
   b.lane(name + "_" + exact_name(type));
   mark_lane(b, Unit::alu);
@@ -486,8 +497,8 @@ void build_dot(Builder& b) {
   b.expect_count(4, 4);
   b.output(b.operand(0), Type::b32);
   for (std::size_t i = 1; i < 4; ++i) b.input(b.operand(i), Type::b32);
-  b.inst.immediate = (is_signed(b.type(0)) ? 1u : 0u) | (is_signed(b.type(1)) ? 2u : 0u) |
-                     (b.has("hi") ? 4u : 0u);
+  b.inst.immediate =
+      (is_signed(b.type(0)) ? 1u : 0u) | (is_signed(b.type(1)) ? 2u : 0u) | (b.has("hi") ? 4u : 0u);
   b.lane(b.text.mnemonic);
   mark_lane(b, Unit::alu);
 }
@@ -509,8 +520,8 @@ void build_testp(Builder& b) {
   b.expect_count(2, 2);
   b.output(b.operand(0), Type::pred);
   b.input(b.operand(1), b.type(0));
-  constexpr std::array<const char*, 6> kNames{"finite", "infinite", "number",
-                                              "notanumber", "normal", "subnormal"};
+  constexpr std::array<const char*, 6> kNames{"finite",     "infinite", "number",
+                                              "notanumber", "normal",   "subnormal"};
   const int which = b.which({"finite", "infinite", "number", "notanumber", "normal", "subnormal"});
   if (which < 0) b.fail("testp needs a class such as .finite.");
   b.lane(std::string("testp_") + kNames[static_cast<std::size_t>(which)] +
@@ -528,8 +539,10 @@ void build_setp(Builder& b) {
   b.expect_count(1 + inputs_count, 2 + inputs_count);
   const bool two = b.count() == 2 + inputs_count;
   b.output(b.operand(0), Type::pred);
-  if (two) b.output(b.operand(1), Type::pred);
-  else b.none_output();
+  if (two)
+    b.output(b.operand(1), Type::pred);
+  else
+    b.none_output();
   bind_comparison(b, type, how);
   inputs(b, type, how.swap, two ? 2 : 1);
   b.inst.run = type == Type::f16x2 || type == Type::bf16x2 ? run_setp_pair : run_setp;

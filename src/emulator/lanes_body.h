@@ -37,8 +37,10 @@ inline T load(const void* row, int lane) {
 
 template <class T>
 inline typename Row<T>::Stored stored(T value) {
-  if constexpr (sizeof(T) == 2) return static_cast<u16>(value);
-  else return value;
+  if constexpr (sizeof(T) == 2)
+    return static_cast<u16>(value);
+  else
+    return value;
 }
 
 // Results go through a local row: the destination may be one of the sources.
@@ -170,8 +172,10 @@ inline u32 permute_bytes(u32 a, u32 b, u32 c, u32 mode) {
 // imm: bit 0 a is signed, bit 1 b is signed, bit 2 dp2a.hi
 inline u32 dot_bytes(u32 a, u32 b, u32 c, u32 imm) {
   for (u32 i = 0; i < 4; ++i) {
-    const i32 x = (imm & 1) != 0 ? static_cast<i8>(a >> 8 * i) : static_cast<i32>(a >> 8 * i & 0xff);
-    const i32 y = (imm & 2) != 0 ? static_cast<i8>(b >> 8 * i) : static_cast<i32>(b >> 8 * i & 0xff);
+    const i32 x =
+        (imm & 1) != 0 ? static_cast<i8>(a >> 8 * i) : static_cast<i32>(a >> 8 * i & 0xff);
+    const i32 y =
+        (imm & 2) != 0 ? static_cast<i8>(b >> 8 * i) : static_cast<i32>(b >> 8 * i & 0xff);
     c += static_cast<u32>(x * y);
   }
   return c;
@@ -199,8 +203,10 @@ inline u32 bit_mask(u32 position, u32 width, u32 wrap) {
 
 template <class T>
 inline T canonical_nan() {
-  if constexpr (sizeof(T) == 4) return kNan;
-  else return std::numeric_limits<T>::quiet_NaN();
+  if constexpr (sizeof(T) == 4)
+    return kNan;
+  else
+    return std::numeric_limits<T>::quiet_NaN();
 }
 template <class T>
 inline T min_number(T a, T b) {
@@ -316,42 +322,42 @@ inline u32 to_e4m3(f32 value) {
   return sign | (code > 0x7eu ? 0x7eu : code);
 }
 
-#define UNARY(name, D, A, expression)                                          \
-  u32 name(const LaneArguments& args) {                                           \
-    [[maybe_unused]] const u32 imm = args.immediate;                              \
-    return map<D>(args, [&](int lane) -> D {                                      \
-      [[maybe_unused]] const A a = load<A>(args.s[0], lane);                      \
-      return expression;                                                       \
-    });                                                                        \
+#define UNARY(name, D, A, expression)                        \
+  u32 name(const LaneArguments& args) {                      \
+    [[maybe_unused]] const u32 imm = args.immediate;         \
+    return map<D>(args, [&](int lane) -> D {                 \
+      [[maybe_unused]] const A a = load<A>(args.s[0], lane); \
+      return expression;                                     \
+    });                                                      \
   }
-#define BINARY(name, D, A, B, expression)                                      \
-  u32 name(const LaneArguments& args) {                                           \
-    [[maybe_unused]] const u32 imm = args.immediate;                              \
-    return map<D>(args, [&](int lane) -> D {                                      \
-      const A a = load<A>(args.s[0], lane);                                       \
-      const B b = load<B>(args.s[1], lane);                                       \
-      return expression;                                                       \
-    });                                                                        \
+#define BINARY(name, D, A, B, expression)            \
+  u32 name(const LaneArguments& args) {              \
+    [[maybe_unused]] const u32 imm = args.immediate; \
+    return map<D>(args, [&](int lane) -> D {         \
+      const A a = load<A>(args.s[0], lane);          \
+      const B b = load<B>(args.s[1], lane);          \
+      return expression;                             \
+    });                                              \
   }
-#define TERNARY(name, D, A, B, C, expression)                                  \
-  u32 name(const LaneArguments& args) {                                           \
-    [[maybe_unused]] const u32 imm = args.immediate;                              \
-    return map<D>(args, [&](int lane) -> D {                                      \
-      const A a = load<A>(args.s[0], lane);                                       \
-      const B b = load<B>(args.s[1], lane);                                       \
-      const C c = load<C>(args.s[2], lane);                                       \
-      return expression;                                                       \
-    });                                                                        \
+#define TERNARY(name, D, A, B, C, expression)        \
+  u32 name(const LaneArguments& args) {              \
+    [[maybe_unused]] const u32 imm = args.immediate; \
+    return map<D>(args, [&](int lane) -> D {         \
+      const A a = load<A>(args.s[0], lane);          \
+      const B b = load<B>(args.s[1], lane);          \
+      const C c = load<C>(args.s[2], lane);          \
+      return expression;                             \
+    });                                              \
   }
-#define COMPARE(name, A, expression)                                           \
-  u32 name(const LaneArguments& args) {                                           \
-    u32 hits = 0;                                                              \
-    for (int lane = 0; lane < 32; ++lane) {                                    \
-      const A a = load<A>(args.s[0], lane);                                       \
-      [[maybe_unused]] const A b = load<A>(args.s[1], lane);                      \
-      hits |= (expression) ? 1u << lane : 0u;                                  \
-    }                                                                          \
-    return hits;                                                               \
+#define COMPARE(name, A, expression)                         \
+  u32 name(const LaneArguments& args) {                      \
+    u32 hits = 0;                                            \
+    for (int lane = 0; lane < 32; ++lane) {                  \
+      const A a = load<A>(args.s[0], lane);                  \
+      [[maybe_unused]] const A b = load<A>(args.s[1], lane); \
+      hits |= (expression) ? 1u << lane : 0u;                \
+    }                                                        \
+    return hits;                                             \
   }
 #include "lanes.def"
 #undef UNARY
@@ -414,8 +420,10 @@ const LaneFunction kLaneFunctions[] = {
 };
 
 void product(const ProductArguments& x) {
-  if (x.uniform) product_all<true>(x);
-  else product_all<false>(x);
+  if (x.uniform)
+    product_all<true>(x);
+  else
+    product_all<false>(x);
 }
 
 }  // namespace fovea::emulator::FOVEA_LANES

@@ -11,7 +11,7 @@ namespace {
 // Rounds over all warps in which nothing happened that another agent could see: another cluster may
 // be needed. After kSpinLimit warp instructions of that, nobody will ever help.
 constexpr u64 kIdleRounds = 64;
-constexpr u64 kSpinLimit = 100'000'000;
+constexpr u64 kSpinLimit = 10'000'000;
 
 u64 align_up(u64 value, u64 to) { return (value + to - 1) / to * to; }
 
@@ -23,8 +23,8 @@ const Function* find_kernel(const ModuleData& module, std::string_view name) {
   for (const auto& function : module.functions) {
     if (function->entry) known += (known.empty() ? "" : ", ") + function->name;
   }
-  throw Error(0, "the module has no kernel named '" + std::string(name) + "'; it has: " +
-                     (known.empty() ? "none" : known) + ".");
+  throw Error(0, "the module has no kernel named '" + std::string(name) +
+                     "'; it has: " + (known.empty() ? "none" : known) + ".");
 }
 
 const Program& program_of(MachineData& machine, ModuleData& module, std::string_view name) {
@@ -60,25 +60,44 @@ bool uniform_special(const Warp& warp, const std::string& name, u64& value) {
     in_cluster[i] = cta.id[i] % dims[i];
   }
   const u32 cluster_size = dims[0] * dims[1] * dims[2];
-  if (base == "%ntid") value = special_component(name, as_array(config.block));
-  else if (base == "%ctaid") value = special_component(name, cta.id);
-  else if (base == "%nctaid") value = special_component(name, grid);
-  else if (base == "%clusterid") value = special_component(name, cluster_id);
-  else if (base == "%nclusterid") value = special_component(name, clusters);
-  else if (base == "%cluster_ctaid") value = special_component(name, in_cluster);
-  else if (base == "%cluster_nctaid") value = special_component(name, dims);
-  else if (name == "%cluster_ctarank") value = cta.rank;
-  else if (name == "%cluster_nctarank") value = cluster_size;
-  else if (name == "%warpid") value = warp.index;
-  else if (name == "%nwarpid") value = launch.warps;
-  else if (name == "%smid") value = cta.linear % static_cast<u64>(launch.machine->chip.sm_count);
-  else if (name == "%nsmid") value = static_cast<u64>(launch.machine->chip.sm_count);
-  else if (name == "%gridid") value = 1;
-  else if (name == "%dynamic_smem_size") value = config.dynamic_shared_bytes;
-  else if (name == "%total_smem_size") value = launch.shared_bytes;
-  else if (name == "%reserved_smem_offset_begin") value = 0;
-  else if (name == "%reserved_smem_offset_cap" || name == "%reserved_smem_offset_end") value = kSharedStart;
-  else return false;
+  if (base == "%ntid")
+    value = special_component(name, as_array(config.block));
+  else if (base == "%ctaid")
+    value = special_component(name, cta.id);
+  else if (base == "%nctaid")
+    value = special_component(name, grid);
+  else if (base == "%clusterid")
+    value = special_component(name, cluster_id);
+  else if (base == "%nclusterid")
+    value = special_component(name, clusters);
+  else if (base == "%cluster_ctaid")
+    value = special_component(name, in_cluster);
+  else if (base == "%cluster_nctaid")
+    value = special_component(name, dims);
+  else if (name == "%cluster_ctarank")
+    value = cta.rank;
+  else if (name == "%cluster_nctarank")
+    value = cluster_size;
+  else if (name == "%warpid")
+    value = warp.index;
+  else if (name == "%nwarpid")
+    value = launch.warps;
+  else if (name == "%smid")
+    value = cta.linear % static_cast<u64>(launch.machine->chip.sm_count);
+  else if (name == "%nsmid")
+    value = static_cast<u64>(launch.machine->chip.sm_count);
+  else if (name == "%gridid")
+    value = 1;
+  else if (name == "%dynamic_smem_size")
+    value = config.dynamic_shared_bytes;
+  else if (name == "%total_smem_size")
+    value = launch.shared_bytes;
+  else if (name == "%reserved_smem_offset_begin")
+    value = 0;
+  else if (name == "%reserved_smem_offset_cap" || name == "%reserved_smem_offset_end")
+    value = kSharedStart;
+  else
+    return false;
   return true;
 }
 
@@ -197,8 +216,9 @@ void finish_cluster(Launch& launch, Cluster& cluster) {
   for (const auto& op : cluster.pending) {
     if (launch.stopped || !launch.report->faults.empty()) break;
     launch.fault(FaultKind::deadlock, op->cta, static_cast<int>(op->warp->index), op->lane,
-                 op->inst, op->name(), "the operation can never complete: what it waits for was "
-                                       "never issued or committed.");
+                 op->inst, op->name(),
+                 "the operation can never complete: what it waits for was "
+                 "never issued or committed.");
   }
   if (!launch.stopped) {
     for (auto& cta : cluster.ctas) check_end_of_cta(launch, *cta);
@@ -281,16 +301,16 @@ void validate(const Launch& launch, const Function& kernel) {
                        std::to_string(chip.shared_bytes_per_cta) + " per CTA.");
   }
   if (launch.program->parameter_bytes != launch.parameters.size()) {
-    throw Error(0, "kernel " + kernel.name + " takes " +
-                       std::to_string(launch.program->parameter_bytes) +
-                       " bytes of parameters, not " + std::to_string(launch.parameters.size()) +
-                       ".");
+    throw Error(
+        0, "kernel " + kernel.name + " takes " + std::to_string(launch.program->parameter_bytes) +
+               " bytes of parameters, not " + std::to_string(launch.parameters.size()) + ".");
   }
 }
 
 void require_target(const Chip& chip, const std::string& target) {
   const auto number = [](const std::string& t) { return std::atoi(t.c_str() + 3); };
-  const bool family = !target.empty() && target.back() == 'f' && number(target) / 10 == number(chip.arch) / 10;
+  const bool family =
+      !target.empty() && target.back() == 'f' && number(target) / 10 == number(chip.arch) / 10;
   const bool plain = !target.empty() && target.back() >= '0' && target.back() <= '9' &&
                      number(target) <= number(chip.arch);
   if (target == chip.arch || family || plain) return;
@@ -398,7 +418,7 @@ bool Cluster::round() {
   const bool shuffled = launch->schedule.policy != Policy::eager || launch->schedule.seed != 0;
   if (shuffled) std::shuffle(order.begin(), order.end(), random);
   bool worked = false;
-  const u64 changes_before = changes;
+  const u64 changes_before = changes + stores;
   for (Warp* warp : order) {
     const u64 quantum = launch->schedule.policy == Policy::random ? 1 + random() % 512 : 4096;
     worked = warp->run(quantum) || worked;
@@ -415,7 +435,7 @@ bool Cluster::round() {
     return false;
   }
   // Spinning on memory or test_wait changes nothing that others see.
-  idle_rounds = changes == changes_before ? idle_rounds + 1 : 0;
+  idle_rounds = changes + stores == changes_before ? idle_rounds + 1 : 0;
   if (worked && idle_rounds < kIdleRounds) {
     failing_waits = false;
     return true;
@@ -454,9 +474,10 @@ void Launch::fault(FaultKind kind, const Cta* cta, int warp, int lane, const Ins
     result.line = inst->line;
     if (inst->source_line != 0) {
       const auto file = program->module->files.find(inst->source_file);
-      result.source = (file == program->module->files.end() ? "file " + std::to_string(inst->source_file)
-                                                            : file->second) +
-                      ":" + std::to_string(inst->source_line);
+      result.source =
+          (file == program->module->files.end() ? "file " + std::to_string(inst->source_file)
+                                                : file->second) +
+          ":" + std::to_string(inst->source_line);
     }
     if (inst->text != nullptr) {
       result.instruction = std::string(inst->text->mnemonic);
@@ -491,8 +512,8 @@ void Machine::free(u64 address) {
 void* Machine::host_pointer(u64 address, std::size_t bytes) {
   Allocation* allocation = data_->find(address, bytes);
   if (allocation == nullptr) {
-    throw Error(0, std::to_string(bytes) + " bytes at " + hex(address) +
-                       " are not inside an allocation.");
+    throw Error(
+        0, std::to_string(bytes) + " bytes at " + hex(address) + " are not inside an allocation.");
   }
   return allocation->data.get() + (address - allocation->base);
 }
@@ -528,7 +549,8 @@ KernelInfo Module::kernel(std::string_view name) const {
   info.max_threads = function->max_threads;
   info.required_cluster = function->required_cluster;
   const auto program = data_->programs.find(name);
-  if (program != data_->programs.end()) info.virtual_registers = program->second->register_bytes / 128;
+  if (program != data_->programs.end())
+    info.virtual_registers = program->second->register_bytes / 128;
   return info;
 }
 
@@ -554,11 +576,12 @@ Report Machine::launch(const Module& module, std::string_view kernel, const Laun
   if (function.required_cluster[0] != 0) launch.cluster_dims = function.required_cluster;
   launch.threads = static_cast<u32>(config.block.count());
   launch.warps = (launch.threads + 31) / 32;
-  launch.shared_bytes = static_cast<u32>(
-      kSharedStart + align_up(launch.program->static_shared_bytes, 16) + config.dynamic_shared_bytes);
+  launch.shared_bytes =
+      static_cast<u32>(kSharedStart + align_up(launch.program->static_shared_bytes, 16) +
+                       config.dynamic_shared_bytes);
   validate(launch, function);
-  launch.clusters = config.grid.count() / (u64{launch.cluster_dims[0]} * launch.cluster_dims[1] *
-                                           launch.cluster_dims[2]);
+  launch.clusters = config.grid.count() /
+                    (u64{launch.cluster_dims[0]} * launch.cluster_dims[1] * launch.cluster_dims[2]);
   run_grid(launch);
   return report;
 }

@@ -55,8 +55,8 @@ struct Fragment {
   u32 mask = 0;
   i32 join = -1;
   bool blocked = false;
-  u64 token = 0;            // a handler's own note while it is blocked
-  u64 blocked_at = 0;       // Cluster::changes when it last failed
+  u64 token = 0;             // a handler's own note while it is blocked
+  u64 blocked_at = 0;        // Cluster::changes when it last failed
   std::vector<u32> returns;  // call stack
 };
 
@@ -85,29 +85,29 @@ class Warp {
   const Program* program = nullptr;
   u32 index = 0;
   u32 agent = 0;
-  u32 live = 0;             // lanes that have not exited
+  u32 live = 0;  // lanes that have not exited
   u8* registers = nullptr;
   std::vector<u32> predicates;
-  std::vector<u32> carry;   // condition code of add.cc: one mask
+  std::vector<u32> carry;  // condition code of add.cc: one mask
   std::vector<Fragment> fragments;
   std::vector<Join> joins;
   std::size_t current = 0;
-  u32 active = 0;           // lanes executing the current instruction
+  u32 active = 0;  // lanes executing the current instruction
   Counters counters;
-  WarpCheck check;          // per-register and clock state of the checker
-  u64 sequence = 0;         // instructions executed
-  u64 picks = 0;            // choices between fragments
+  WarpCheck check;   // per-register and clock state of the checker
+  u64 sequence = 0;  // instructions executed
+  u64 picks = 0;     // choices between fragments
 
   // asynchronous state of this warp
-  u64 bulk_group = 0;       // number of the open group of bulk copies
-  u64 copy_group = 0;       // the same of cp.async
+  u64 bulk_group = 0;  // number of the open group of bulk copies
+  u64 copy_group = 0;  // the same of cp.async
   std::vector<Finished> finished;
-  u64 cluster_generation = 0;  // of barrier.cluster at this warp's last arrival
-  u64 matrix_group = 0;     // wgmma groups committed
-  u64 matrix_waited = 0;    // groups below this one are known to be done
-  u32 tensor_flight = 0x80000000;  // number of the open batch of tcgen05.ld
+  u64 cluster_generation = 0;             // of barrier.cluster at this warp's last arrival
+  u64 matrix_group = 0;                   // wgmma groups committed
+  u64 matrix_waited = 0;                  // groups below this one are known to be done
+  u32 tensor_flight = 0x80000000;         // number of the open batch of tcgen05.ld
   std::vector<Finished> tensor_finished;  // tcgen05.ld (bulk false) and st ended, not waited for
-  u32 register_quota = 0;   // setmaxnreg
+  u32 register_quota = 0;                 // setmaxnreg
 
   Fragment& fragment() { return fragments[current]; }
   bool done() const { return live == 0; }
@@ -151,7 +151,7 @@ class Warp {
 struct Mbarrier {
   u32 expected = 0;
   i64 pending = 0;
-  i64 bytes = 0;            // transaction count: expected minus received
+  i64 bytes = 0;  // transaction count: expected minus received
   u64 phase = 0;
   u32 init_agent = 0;
   u32 init_clock = 0;
@@ -173,8 +173,8 @@ struct NamedBarrier {
 
 // What the tensor unit of a CTA holds.
 struct TensorMemory {
-  std::vector<u32> cells;     // [column][lane]
-  std::vector<i32> owner;     // per column: allocation number or -1
+  std::vector<u32> cells;                        // [column][lane]
+  std::vector<i32> owner;                        // per column: allocation number or -1
   std::vector<std::pair<u32, u32>> allocations;  // first column, columns; columns 0 when freed
   bool may_allocate = true;
 };
@@ -186,7 +186,7 @@ struct MatrixStep {
   const Inst* inst = nullptr;
   std::array<u64, 2> descriptors{};  // a (when from shared memory) and b
   bool accumulate = false;
-  std::vector<u32> a_registers;      // [warp][register][lane], as they were at issue
+  std::vector<u32> a_registers;  // [warp][register][lane], as they were at issue
 };
 struct MatrixGroup {
   u64 serial = 0;
@@ -199,7 +199,7 @@ struct MatrixGroup {
 };
 struct WarpGroup {
   std::deque<MatrixGroup> groups;
-  u64 first_serial = 0;         // of groups.front()
+  u64 first_serial = 0;  // of groups.front()
 };
 
 struct Cta {
@@ -210,7 +210,7 @@ struct Cta {
   std::vector<u8> shared;
   std::vector<std::unique_ptr<Warp>> warps;
   std::vector<u8> register_file;
-  std::vector<u8> local;    // [warp][lane][byte]
+  std::vector<u8> local;  // [warp][lane][byte]
   std::unordered_map<u32, Mbarrier> barriers;
   std::array<NamedBarrier, 16> named;
   std::vector<WarpGroup> groups;
@@ -232,13 +232,13 @@ class AsyncOp {
   virtual const char* name() const = 0;
   virtual bool through_async_proxy() const { return true; }
 
-  Cta* cta = nullptr;       // of the issuer
+  Cta* cta = nullptr;  // of the issuer
   Warp* warp = nullptr;
   const Inst* inst = nullptr;
   int lane = 0;
   u64 serial = 0;
   u32 agent = 0, agent_clock = 0;
-  Clock clock;              // what it may rely on
+  Clock clock;  // what it may rely on
   AccessView view() const;
 };
 
@@ -248,8 +248,9 @@ struct Cluster {
   std::vector<std::unique_ptr<Cta>> ctas;
   std::vector<std::unique_ptr<AsyncOp>> pending;
   u64 next_op = 0;
-  u64 changes = 1;          // counts events that can unblock somebody
-  NamedBarrier barrier;     // barrier.cluster, counted in threads
+  u64 changes = 1;       // counts events that can unblock somebody
+  u64 stores = 0;        // ordinary stores: progress, but nobody waits for them
+  NamedBarrier barrier;  // barrier.cluster, counted in threads
   ClusterCheck check;
   std::mt19937_64 random;
   bool finished = false;
@@ -259,7 +260,7 @@ struct Cluster {
 
   void enqueue(std::unique_ptr<AsyncOp> op, Warp& warp, const Inst& inst, int lane);
   bool run_pending(std::size_t at_most);
-  bool round();             // false when the cluster is finished or stuck
+  bool round();  // false when the cluster is finished or stuck
   void changed() { ++changes; }
   Cta* cta_of(u64 shared_address);
 };
@@ -273,14 +274,14 @@ struct Launch {
   Report* report = nullptr;
   std::array<u32, 3> cluster_dims{1, 1, 1};
   u32 threads = 0, warps = 0;
-  u32 shared_bytes = 0;     // static and dynamic, from kSharedStart
+  u32 shared_bytes = 0;  // static and dynamic, from kSharedStart
   u64 dynamic_start = 0;
   bool checks = false;
-  u64 serial = 0;           // tells launches apart in the shadow of global memory
-  bool stopped = false;     // a fault that a GPU would not survive
+  u64 serial = 0;        // tells launches apart in the shadow of global memory
+  bool stopped = false;  // a fault that a GPU would not survive
   u64 steps = 0;
-  u64 next_cluster = 0;     // first that has neither started nor been cancelled
-  u64 last_busy = 0;        // steps when something visible last happened
+  u64 next_cluster = 0;  // first that has neither started nor been cancelled
+  u64 last_busy = 0;     // steps when something visible last happened
   u64 clusters = 0;
   std::unordered_map<u64, u32> seen_faults;
   std::unordered_map<u64, GlobalSync> global_sync;
@@ -294,8 +295,8 @@ struct Launch {
 struct Place {
   u8* data = nullptr;
   Space space = Space::none;
-  Cta* cta = nullptr;       // shared
-  u32 offset = 0;           // shared
+  Cta* cta = nullptr;                // shared
+  u32 offset = 0;                    // shared
   Allocation* allocation = nullptr;  // global
   u64 address = 0;
 };

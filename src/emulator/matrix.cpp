@@ -13,7 +13,8 @@ using Table = std::array<float, 256>;
 
 Table make_table(const SmallFloat& format, u32 bits) {
   Table table{};
-  for (u32 code = 0; code < 256; ++code) table[code] = decode_small(format, code & ((1u << bits) - 1));
+  for (u32 code = 0; code < 256; ++code)
+    table[code] = decode_small(format, code & ((1u << bits) - 1));
   return table;
 }
 
@@ -38,7 +39,10 @@ MatrixDescriptor blackwell_descriptor(u64 bits) {
   d.supported = (bits >> 46 & 7) == 1 && (bits >> 49 & 15) == 0;
   switch (bits >> 61) {
     case 0: d.swizzle = 0; break;
-    case 1: d.swizzle = 3; d.atom32 = true; break;
+    case 1:
+      d.swizzle = 3;
+      d.atom32 = true;
+      break;
     case 2: d.swizzle = 3; break;
     case 4: d.swizzle = 2; break;
     case 6: d.swizzle = 1; break;

@@ -8,10 +8,10 @@
 namespace fovea::emulator {
 
 struct MatrixDescriptor {
-  u32 start = 0;      // byte address in the CTA's shared memory
-  u32 leading = 0;    // bytes
+  u32 start = 0;    // byte address in the CTA's shared memory
+  u32 leading = 0;  // bytes
   u32 stride = 0;
-  u32 swizzle = 0;    // 0 none, 1: 32, 2: 64, 3: 128 bytes
+  u32 swizzle = 0;      // 0 none, 1: 32, 2: 64, 3: 128 bytes
   bool atom32 = false;  // 128-byte swizzle of 32-byte atoms (tcgen05)
   bool supported = true;
 };
@@ -28,7 +28,8 @@ const float* byte_table(Element element);  // 256 values of an 8-bit format
 void decode_chunk(Element element, const u8* chunk, float* out);
 
 // Address of the 16 bytes that hold row `row`, elements [k, k + 16 / size) of a K-major operand, or
-// rows [row, row + 16 / size), element k of an MN-major one. Before the swizzle's exclusive or it is
+// rows [row, row + 16 / size), element k of an MN-major one. Before the swizzle's exclusive or it
+// is
 //   K-major, swizzled   start + (row / 8) stride + (row % 8) S + k size
 //   K-major, plain      start + (row / 8) stride + (row % 8) 16 + (k size / 16) leading
 //   MN-major, swizzled  start + (row / W) leading + (k / 8) stride + (k % 8) S + (row % W) size

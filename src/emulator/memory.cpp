@@ -34,15 +34,16 @@ std::string where_global(const MachineData& machine, u64 address, u64 bytes) {
 }
 
 std::string access_text(u64 address, u64 bytes, bool write) {
-  return std::string(write ? "a write" : "a read") + " of " + std::to_string(bytes) +
-         " bytes at " + hex(address) + " ";
+  return std::string(write ? "a write" : "a read") + " of " + std::to_string(bytes) + " bytes at " +
+         hex(address) + " ";
 }
 
 }  // namespace
 
 Allocation* MachineData::find(u64 address, u64 bytes) const {
   auto inside = [&](const Allocation& a) {
-    return address >= a.base && address - a.base <= a.bytes && bytes <= a.bytes - (address - a.base);
+    return address >= a.base && address - a.base <= a.bytes &&
+           bytes <= a.bytes - (address - a.base);
   };
   if (last != nullptr && inside(*last)) return last;
   const auto it = std::upper_bound(allocations.begin(), allocations.end(), address,
@@ -126,8 +127,9 @@ Place shared_place(Warp& warp, const Inst& inst, Space space, u64 address, u32 b
   }
   if (offset < kSharedStart || u64{offset} + bytes > cta->shared.size()) {
     warp.fault(FaultKind::out_of_bounds, inst, lane,
-               access_text(address, bytes, write) + "is outside the CTA's shared memory, which is " +
-                   hex(kSharedStart) + " to " + hex(cta->shared.size()) + ".");
+               access_text(address, bytes, write) +
+                   "is outside the CTA's shared memory, which is " + hex(kSharedStart) + " to " +
+                   hex(cta->shared.size()) + ".");
     warp.launch->stopped = true;
     return place;
   }
@@ -148,13 +150,14 @@ Place local_place(Warp& warp, const Inst& inst, u64 offset, u32 bytes, int lane,
   const u64 frame = warp.program->local_bytes;
   if (offset + bytes > frame) {
     warp.fault(FaultKind::out_of_bounds, inst, lane,
-               access_text(offset, bytes, write) + "passes the thread's " +
-                   std::to_string(frame) + " bytes of local memory.");
+               access_text(offset, bytes, write) + "passes the thread's " + std::to_string(frame) +
+                   " bytes of local memory.");
     warp.launch->stopped = true;
     return place;
   }
   place.space = Space::local;
-  place.data = warp.cta->local.data() + (u64{warp.index} * 32 + static_cast<u64>(lane)) * frame + offset;
+  place.data =
+      warp.cta->local.data() + (u64{warp.index} * 32 + static_cast<u64>(lane)) * frame + offset;
   return place;
 }
 
@@ -186,26 +189,28 @@ Place resolve(Warp& warp, const Inst& inst, Space space, u64 address, u32 bytes,
   }
   const u64 window = address >> 32;
   if (space == Space::none) {
-    if (window == kSharedWindow >> 32) space = Space::shared_cluster;
-    else if (window == kLocalWindow >> 32) space = Space::local;
-    else if (window == kParamWindow >> 32) space = Space::param;
-    else space = Space::global;
+    if (window == kSharedWindow >> 32)
+      space = Space::shared_cluster;
+    else if (window == kLocalWindow >> 32)
+      space = Space::local;
+    else if (window == kParamWindow >> 32)
+      space = Space::param;
+    else
+      space = Space::global;
   }
   switch (space) {
     case Space::shared:
-    case Space::shared_cluster:
-      return shared_place(warp, inst, space, address, bytes, lane, write);
-    case Space::local:
-      return local_place(warp, inst, address & 0xffffffffu, bytes, lane, write);
+    case Space::shared_cluster: return shared_place(warp, inst, space, address, bytes, lane, write);
+    case Space::local: return local_place(warp, inst, address & 0xffffffffu, bytes, lane, write);
     case Space::param:
       return parameter_place(warp, inst, address & 0xffffffffu, bytes, lane, write);
     default: break;
   }
   Allocation* allocation = warp.launch->machine->find(address, bytes);
   if (allocation == nullptr) {
-    warp.fault(FaultKind::out_of_bounds, inst, lane,
-               access_text(address, bytes, write) +
-                   where_global(*warp.launch->machine, address, bytes));
+    warp.fault(
+        FaultKind::out_of_bounds, inst, lane,
+        access_text(address, bytes, write) + where_global(*warp.launch->machine, address, bytes));
     warp.launch->stopped = true;
     return place;
   }

@@ -58,8 +58,7 @@ inline double round_magnitude(double value, Rounding rounding, bool negative) {
 
 // Nearest code of `format` to `value`. Overflow gives the largest finite value with satfinite (or
 // where the rounding points to zero), else infinity, else NaN.
-inline u32 encode_small(const SmallFloat& format, double value, Rounding rounding,
-                        bool satfinite) {
+inline u32 encode_small(const SmallFloat& format, double value, Rounding rounding, bool satfinite) {
   const bool negative = std::signbit(value);
   const u32 sign = negative ? 1u << (format.exponent_bits + format.mantissa_bits) : 0u;
   if (std::isnan(value)) return format.nan_code != 0 ? format.nan_code : format.max_code;
@@ -74,8 +73,7 @@ inline u32 encode_small(const SmallFloat& format, double value, Rounding roundin
   std::frexp(magnitude, &exponent);
   const int lowest = 1 - format.bias;
   const int quantum = (exponent - 1 > lowest ? exponent - 1 : lowest) - format.mantissa_bits;
-  const double steps =
-      round_magnitude(std::ldexp(magnitude, -quantum), rounding, negative);
+  const double steps = round_magnitude(std::ldexp(magnitude, -quantum), rounding, negative);
   // A normal number's steps carry the hidden bit, so the sum below also handles rounding up to the
   // next binade; below the lowest binade the exponent field is 0 and nothing is added.
   i64 code = static_cast<i64>(steps);

@@ -89,9 +89,7 @@ class Scanner {
     return {};
   }
 
-  bool at_number() const {
-    return is_digit(peek()) || (peek() == '-' && is_digit(peek(1)));
-  }
+  bool at_number() const { return is_digit(peek()) || (peek() == '-' && is_digit(peek(1))); }
 
   // Integer or real literal with its sign.
   Operand number() {
@@ -235,9 +233,9 @@ class Scanner {
 };
 
 bool has_components(std::string_view name) {
-  constexpr std::array<std::string_view, 8> kVectors{"%tid",    "%ntid",      "%ctaid",
-                                                     "%nctaid", "%clusterid", "%nclusterid",
-                                                     "%cluster_ctaid", "%cluster_nctaid"};
+  constexpr std::array<std::string_view, 8> kVectors{
+      "%tid",       "%ntid",       "%ctaid",         "%nctaid",
+      "%clusterid", "%nclusterid", "%cluster_ctaid", "%cluster_nctaid"};
   return std::find(kVectors.begin(), kVectors.end(), name) != kVectors.end();
 }
 
@@ -246,8 +244,8 @@ struct BlockScope {
   struct Range {
     u32 first, count;
   };
-  std::unordered_map<std::string_view, Range> ranges;     // "%r<73>"
-  std::unordered_map<std::string_view, u32> registers;    // single names
+  std::unordered_map<std::string_view, Range> ranges;   // "%r<73>"
+  std::unordered_map<std::string_view, u32> registers;  // single names
   std::unordered_map<std::string_view, u32> variables;
   std::unordered_map<std::string_view, u32> labels;
   std::unordered_map<std::string_view, std::vector<std::string_view>> targets;

@@ -187,8 +187,9 @@ Chip find_chip(std::string_view name_or_arch) {
   for (const Chip& chip : {chip_h100(), chip_h200(), chip_b200(), chip_b300()}) {
     if (chip.name == name_or_arch || chip.arch == name_or_arch) return chip;
   }
-  throw Error(0, "'" + std::string(name_or_arch) +
-                     "' is not a chip known here: h100, h200, b200, b300, sm_90a, sm_100a, sm_103a.");
+  throw Error(0,
+              "'" + std::string(name_or_arch) +
+                  "' is not a chip known here: h100, h200, b200, b300, sm_90a, sm_100a, sm_103a.");
 }
 
 }  // namespace fovea::emulator

@@ -13,19 +13,19 @@ struct TypeRow {
 };
 
 constexpr std::array<TypeRow, 39> kTypes{{
-    {"pred", Type::pred, 0},       {"b8", Type::b8, 1},           {"b16", Type::b16, 2},
-    {"b32", Type::b32, 4},         {"b64", Type::b64, 8},         {"b128", Type::b128, 16},
-    {"u8", Type::uint8, 1},           {"u16", Type::uint16, 2},         {"u32", Type::uint32, 4},
-    {"u64", Type::uint64, 8},         {"s8", Type::int8, 1},           {"s16", Type::int16, 2},
-    {"s32", Type::int32, 4},         {"s64", Type::int64, 8},         {"f16", Type::f16, 2},
-    {"f16x2", Type::f16x2, 4},     {"bf16", Type::bf16, 2},       {"bf16x2", Type::bf16x2, 4},
-    {"f32", Type::f32, 4},         {"f32x2", Type::f32x2, 8},     {"f64", Type::f64, 8},
-    {"tf32", Type::tf32, 4},       {"e4m3", Type::e4m3, 1},       {"e5m2", Type::e5m2, 1},
-    {"e4m3x2", Type::e4m3x2, 2},   {"e5m2x2", Type::e5m2x2, 2},   {"e2m3", Type::e2m3, 1},
-    {"e3m2", Type::e3m2, 1},       {"e2m1", Type::e2m1, 1},       {"e2m3x2", Type::e2m3x2, 2},
-    {"e3m2x2", Type::e3m2x2, 2},   {"e2m1x2", Type::e2m1x2, 1},   {"e4m3x4", Type::e4m3x4, 4},
-    {"e5m2x4", Type::e5m2x4, 4},   {"ue8m0", Type::ue8m0, 1},     {"ue4m3", Type::ue4m3, 1},
-    {"ue8m0x2", Type::ue8m0x2, 2}, {"u16x2", Type::uint16x2, 4},     {"s16x2", Type::int16x2, 4},
+    {"pred", Type::pred, 0},       {"b8", Type::b8, 1},          {"b16", Type::b16, 2},
+    {"b32", Type::b32, 4},         {"b64", Type::b64, 8},        {"b128", Type::b128, 16},
+    {"u8", Type::uint8, 1},        {"u16", Type::uint16, 2},     {"u32", Type::uint32, 4},
+    {"u64", Type::uint64, 8},      {"s8", Type::int8, 1},        {"s16", Type::int16, 2},
+    {"s32", Type::int32, 4},       {"s64", Type::int64, 8},      {"f16", Type::f16, 2},
+    {"f16x2", Type::f16x2, 4},     {"bf16", Type::bf16, 2},      {"bf16x2", Type::bf16x2, 4},
+    {"f32", Type::f32, 4},         {"f32x2", Type::f32x2, 8},    {"f64", Type::f64, 8},
+    {"tf32", Type::tf32, 4},       {"e4m3", Type::e4m3, 1},      {"e5m2", Type::e5m2, 1},
+    {"e4m3x2", Type::e4m3x2, 2},   {"e5m2x2", Type::e5m2x2, 2},  {"e2m3", Type::e2m3, 1},
+    {"e3m2", Type::e3m2, 1},       {"e2m1", Type::e2m1, 1},      {"e2m3x2", Type::e2m3x2, 2},
+    {"e3m2x2", Type::e3m2x2, 2},   {"e2m1x2", Type::e2m1x2, 1},  {"e4m3x4", Type::e4m3x4, 4},
+    {"e5m2x4", Type::e5m2x4, 4},   {"ue8m0", Type::ue8m0, 1},    {"ue4m3", Type::ue4m3, 1},
+    {"ue8m0x2", Type::ue8m0x2, 2}, {"u16x2", Type::uint16x2, 4}, {"s16x2", Type::int16x2, 4},
 }};
 
 }  // namespace

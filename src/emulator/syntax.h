@@ -14,12 +14,46 @@
 namespace fovea::emulator {
 
 enum class Type : u8 {
-  none, pred,
-  b8, b16, b32, b64, b128,
-  uint8, uint16, uint32, uint64, int8, int16, int32, int64,
-  f16, f16x2, bf16, bf16x2, f32, f32x2, f64, tf32,
-  e4m3, e5m2, e4m3x2, e5m2x2, e2m3, e3m2, e2m1, e2m3x2, e3m2x2, e2m1x2, e4m3x4, e5m2x4,
-  ue8m0, ue4m3, ue8m0x2, uint16x2, int16x2,
+  none,
+  pred,
+  b8,
+  b16,
+  b32,
+  b64,
+  b128,
+  uint8,
+  uint16,
+  uint32,
+  uint64,
+  int8,
+  int16,
+  int32,
+  int64,
+  f16,
+  f16x2,
+  bf16,
+  bf16x2,
+  f32,
+  f32x2,
+  f64,
+  tf32,
+  e4m3,
+  e5m2,
+  e4m3x2,
+  e5m2x2,
+  e2m3,
+  e3m2,
+  e2m1,
+  e2m3x2,
+  e3m2x2,
+  e2m1x2,
+  e4m3x4,
+  e5m2x4,
+  ue8m0,
+  ue4m3,
+  ue8m0x2,
+  uint16x2,
+  int16x2,
 };
 
 // Type::none for a word that is not a type.
@@ -38,10 +72,14 @@ struct Variable {
   Type type = Type::none;
   u32 align = 1;
   u64 bytes = 0;
-  u64 offset = 0;          // within its space; filled by layout
-  bool external = false;   // extern .shared x[]: starts where the static part ends
+  u64 offset = 0;           // within its space; filled by layout
+  bool external = false;    // extern .shared x[]: starts where the static part ends
   std::vector<u8> initial;  // .global and .const
-  struct Address { u64 at; std::string symbol; i64 addend; };
+  struct Address {
+    u64 at;
+    std::string symbol;
+    i64 addend;
+  };
   std::vector<Address> addresses;  // initialisers that name other variables
 };
 
@@ -52,23 +90,34 @@ struct Register {
 
 struct Operand {
   enum class Kind : u8 {
-    none, reg, special, integer, real, variable, label, function, sink, vector, memory, pair
+    none,
+    reg,
+    special,
+    integer,
+    real,
+    variable,
+    label,
+    function,
+    sink,
+    vector,
+    memory,
+    pair
   };
   Kind kind = Kind::none;
-  bool negated = false;    // !p
+  bool negated = false;         // !p
   Type real_type = Type::none;  // real: f32 for 0f, f64 for 0d and decimal
-  u32 index = 0;           // register; label: instruction index; variable: see Scope
-  u64 bits = 0;            // integer and real
-  i64 offset = 0;          // memory and variable + constant
+  u32 index = 0;                // register; label: instruction index; variable: see Scope
+  u64 bits = 0;                 // integer and real
+  i64 offset = 0;               // memory and variable + constant
   std::string_view text;
   std::vector<Operand> items;  // vector; pair; memory: [base, coordinates...]
 };
 
 struct Instruction {
   int line = 0;
-  int source_file = 0;     // .loc, 0 when none
+  int source_file = 0;  // .loc, 0 when none
   u32 source_line = 0;
-  i32 guard = -1;          // register index
+  i32 guard = -1;  // register index
   bool guard_not = false;
   std::string_view mnemonic;
   std::vector<std::string_view> modifiers;
@@ -93,14 +142,14 @@ struct Function {
 struct Program;
 
 struct ModuleData {
-  std::string text;        // everything below views into it
+  std::string text;  // everything below views into it
   std::string version, target;
   std::vector<Variable> variables;  // module scope
   std::vector<std::unique_ptr<Function>> functions;
   std::map<int, std::string> files;
   u64 static_shared_bytes = 0;
   std::map<std::string, std::shared_ptr<const Program>, std::less<>> programs;  // decoded kernels
-  u64 serial = 0;          // tells modules apart for symbol placement
+  u64 serial = 0;  // tells modules apart for symbol placement
 };
 
 // Top byte of a variable's number: which list it is in.

@@ -21,9 +21,9 @@ bool whole_warp(Warp& warp, const Inst& inst) {
 
 bool valid_columns(Warp& warp, const Inst& inst, u32 columns) {
   if (columns >= 32 && columns <= 512 && std::has_single_bit(columns)) return true;
-  warp.fault(FaultKind::tensor_memory, inst, -1,
-             std::to_string(columns) +
-                 " columns cannot be allocated; a power of two from 32 to 512 can.");
+  warp.fault(
+      FaultKind::tensor_memory, inst, -1,
+      std::to_string(columns) + " columns cannot be allocated; a power of two from 32 to 512 can.");
   warp.launch->stopped = true;
   return false;
 }
@@ -83,9 +83,9 @@ Step run_dealloc(Warp& warp, const Inst& inst) {
     warp.cluster->changed();
     return Step::next;
   }
-  warp.fault(FaultKind::tensor_memory, inst, -1,
-             "no allocation of " + std::to_string(columns) + " columns begins at " + hex(address) +
-                 ".");
+  warp.fault(
+      FaultKind::tensor_memory, inst, -1,
+      "no allocation of " + std::to_string(columns) + " columns begins at " + hex(address) + ".");
   return Step::next;
 }
 
@@ -129,8 +129,8 @@ class TransferOp : public AsyncOp {
  public:
   bool store = false;
   u32 address = 0;
-  u32 count = 0;             // registers
-  std::vector<u32> values;   // store: [register][lane]
+  u32 count = 0;            // registers
+  std::vector<u32> values;  // store: [register][lane]
 
   const char* name() const override { return store ? "tcgen05.st" : "tcgen05.ld"; }
 
@@ -141,14 +141,17 @@ class TransferOp : public AsyncOp {
     if (!tensor_range_ok(*this, *cta, column, columns)) return true;
     if (cluster.launch->checks) {
       const u32 lanes = inst->mode == k32x32b ? 32 : 16;
-      check_tensor(view(), *cta, column, columns, base, lanes, store ? Access::write : Access::read, 0);
+      check_tensor(view(), *cta, column, columns, base, lanes, store ? Access::write : Access::read,
+                   0);
     }
     const bool packed = (inst->flags & 1u) != 0;
     for (u32 i = 0; i < count; ++i) {
       u32* row = store ? values.data() + std::size_t{i} * 32 : warp->words(o[i]);
       for (u32 t = 0; t < 32; ++t) {
         const Spot at = spot(inst->mode, t, i, inst->immediate);
-        u32* cell = &cta->tensor.cells[(column + at.column * (packed ? 2 : 1)) * kTensorLanes + base + at.lane];
+        u32* cell =
+            &cta->tensor
+                 .cells[(column + at.column * (packed ? 2 : 1)) * kTensorLanes + base + at.lane];
         if (store && packed) {
           cell[0] = row[t] & 0xffffu;
           cell[kTensorLanes] = row[t] >> 16;
@@ -160,7 +163,8 @@ class TransferOp : public AsyncOp {
       }
     }
     const u64 bytes = u64{128} * count;
-    (store ? warp->counters.tensor_memory_write_bytes : warp->counters.tensor_memory_read_bytes) += bytes;
+    (store ? warp->counters.tensor_memory_write_bytes : warp->counters.tensor_memory_read_bytes) +=
+        bytes;
     warp->tensor_finished.push_back({store, 0, agent, agent_clock});
     return true;
   }
@@ -172,8 +176,8 @@ bool own_lanes(Warp& warp, const Inst& inst, u32 address) {
   if (lane == first || (half && lane == first + 16)) return true;
   warp.fault(FaultKind::tensor_memory, inst, -1,
              "warp " + std::to_string(warp.index) + " may touch tensor-memory lanes " +
-                 std::to_string(first) + " to " + std::to_string(first + 31) +
-                 ", not from lane " + std::to_string(lane) + ".");
+                 std::to_string(first) + " to " + std::to_string(first + 31) + ", not from lane " +
+                 std::to_string(lane) + ".");
   warp.launch->stopped = true;
   return false;
 }
@@ -206,7 +210,8 @@ Step run_tensor_wait(Warp& warp, const Inst& inst) {
   const bool stores = inst.mode == 1;
   for (const auto& op : warp.cluster->pending) {
     const auto* transfer = dynamic_cast<const TransferOp*>(op.get());
-    if (transfer != nullptr && transfer->warp == &warp && transfer->store == stores) return Step::blocked;
+    if (transfer != nullptr && transfer->warp == &warp && transfer->store == stores)
+      return Step::blocked;
   }
   std::vector<Finished> kept;
   for (const Finished& done : warp.tensor_finished) {
@@ -262,7 +267,8 @@ bool tensor_range_ok(const AsyncOp& op, Cta& cta, u32 column, u32 columns) {
     problem = "pass the end of tensor memory, which has " + std::to_string(owner.size()) + ".";
   } else {
     for (u32 c = column; c < column + columns && problem.empty(); ++c) {
-      if (owner[c] < 0) problem = "are not all allocated: column " + std::to_string(c) + " is free.";
+      if (owner[c] < 0)
+        problem = "are not all allocated: column " + std::to_string(c) + " is free.";
     }
   }
   if (problem.empty()) return true;

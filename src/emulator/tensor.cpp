@@ -3,13 +3,14 @@
 // Order follows the manual: products of one thread into the same accumulator, with the same shape
 // and kind, are done in issue order; copies precede later products; a commit follows everything
 // before it. Nothing else is ordered, unless the schedule asks for in-order execution.
+#include "tensor.h"
+
 #include <algorithm>
 #include <cstring>
 #include <memory>
 
 #include "builders.h"
 #include "execute.h"
-#include "tensor.h"
 
 namespace fovea::emulator {
 namespace {
@@ -19,7 +20,7 @@ enum class MmaKind : u8 { f16, tf32, f8f6f4 };
 
 class PipeOp : public AsyncOp {
  public:
-  u32 chain = 0;      // products of equal accumulator, shape and kind
+  u32 chain = 0;  // products of equal accumulator, shape and kind
   bool is_copy = false;
   bool is_commit = false;
 
@@ -40,7 +41,8 @@ class PipeOp : public AsyncOp {
     if (!cluster.launch->checks) return;
     Clock& finished = warp->check.tensor_done;
     if (finished.empty()) finished.resize(clock.agents());
-    for (const ClockPart part : {kOrdered, kProxied, kReleased}) finished.raise(part, agent, agent_clock);
+    for (const ClockPart part : {kOrdered, kProxied, kReleased})
+      finished.raise(part, agent, agent_clock);
   }
 };
 
@@ -59,7 +61,9 @@ Element small_element(u32 code, std::string& problem) {
     case 3: return Element::e2m3;
     case 4: return Element::e3m2;
     case 5: return Element::e2m1;
-    default: problem = "operand type " + std::to_string(code) + " is not one of kind f8f6f4."; break;
+    default:
+      problem = "operand type " + std::to_string(code) + " is not one of kind f8f6f4.";
+      break;
   }
   return Element::e4m3;
 }
@@ -116,13 +120,14 @@ class MmaOp : public PipeOp {
     b_.resize(std::size_t{shape.n} * shape.k);
     for (u32 i = 0; i < ctas; ++i) {
       if (first + i >= cluster.ctas.size()) {
-        cluster.launch->fault(FaultKind::bad_argument, cta, static_cast<int>(warp->index), lane, inst,
-                              name(), "cta_group::2 needs a cluster with the CTA's pair.");
+        cluster.launch->fault(FaultKind::bad_argument, cta, static_cast<int>(warp->index), lane,
+                              inst, name(), "cta_group::2 needs a cluster with the CTA's pair.");
         cluster.launch->stopped = true;
         return true;
       }
-      if (!load_operand(*this, view(), *cluster.ctas[first + i], blackwell_descriptor(b), shape.b_mn,
-                        shape.b, n_each, shape.k, b_.data() + std::size_t{i} * n_each * shape.k)) {
+      if (!load_operand(*this, view(), *cluster.ctas[first + i], blackwell_descriptor(b),
+                        shape.b_mn, shape.b, n_each, shape.k,
+                        b_.data() + std::size_t{i} * n_each * shape.k)) {
         return true;
       }
     }
@@ -168,7 +173,8 @@ class MmaOp : public PipeOp {
         u8 bytes[16];
         std::memcpy(bytes, words + 4 * half, 16);
         decode_chunk(shape.a, bytes, values);
-        std::memcpy(a_.data() + std::size_t{row} * shape.k + half * per_chunk, values, per_chunk * sizeof(float));
+        std::memcpy(a_.data() + std::size_t{row} * shape.k + half * per_chunk, values,
+                    per_chunk * sizeof(float));
       }
     }
     return true;
@@ -195,7 +201,8 @@ class MmaOp : public PipeOp {
     const bool pair = (flags & kPairOfCtas) != 0;
     if (rows == 64 && !pair) {
       for (u32 part = 0; part < 4; ++part) {
-        check_tensor(view(), target, column, columns, part * 32 + tensor_lane(d) % 32, 16, access, chain);
+        check_tensor(view(), target, column, columns, part * 32 + tensor_lane(d) % 32, 16, access,
+                     chain);
       }
     } else {
       check_tensor(view(), target, column, columns, 0, kTensorLanes, access, chain);
@@ -226,17 +233,20 @@ class MmaOp : public PipeOp {
         std::memset(rows_of_d[c], 0, 128);
       } else if (!direct) {
         for (u32 l = 0; l < width; ++l) {
-          rows_of_d[c][l] = shape.d_is_half ? half_to_float(cells[l] & 0xffffu) : std::bit_cast<float>(cells[l]);
+          rows_of_d[c][l] =
+              shape.d_is_half ? half_to_float(cells[l] & 0xffffu) : std::bit_cast<float>(cells[l]);
         }
       }
     }
-    ProductArguments product{rows_of_d.data(), spread.data(), b_part, static_cast<int>(columns),
-                             static_cast<int>(shape.k), true};
+    ProductArguments product{
+        rows_of_d.data(),          spread.data(), b_part, static_cast<int>(columns),
+        static_cast<int>(shape.k), true};
     product_function()(product);
     for (u32 c = 0; !direct && c < columns; ++c) {
       u32* cells = &target.tensor.cells[std::size_t{column + c} * kTensorLanes + first];
       for (u32 l = 0; l < width; ++l) {
-        cells[l] = shape.d_is_half ? float_to_half(rows_of_d[c][l]) : std::bit_cast<u32>(rows_of_d[c][l]);
+        cells[l] =
+            shape.d_is_half ? float_to_half(rows_of_d[c][l]) : std::bit_cast<u32>(rows_of_d[c][l]);
       }
     }
   }
@@ -245,7 +255,9 @@ class MmaOp : public PipeOp {
     Counters& c = warp->counters;
     const u64 flops = u64{2} * shape.m * shape.n * shape.k;
     const u32 size = element_size(shape.a);
-    (size == 2 ? c.tensor_flops_f16 : size == 4 ? c.tensor_flops_tf32 : c.tensor_flops_fp8) += flops;
+    (size == 2   ? c.tensor_flops_f16
+     : size == 4 ? c.tensor_flops_tf32
+                 : c.tensor_flops_fp8) += flops;
     const u64 a_bytes = u64{shape.m} * 32, d_bytes = u64{shape.m} * shape.n * 4;
     c.shared_tensor_read_bytes += u64{shape.n} * 32;
     ((flags & kTensorA) != 0 ? c.tensor_memory_read_bytes : c.shared_tensor_read_bytes) += a_bytes;
@@ -290,8 +302,10 @@ Step run_tensor_mma(Warp& warp, const Inst& inst) {
   for (u32 i = 0; i < inst.extra; ++i) {
     if (warp.value32(o[5 + i], lane) != 0) problem = "disabled output lanes are not supported.";
   }
-  if (!blackwell_descriptor(op->b).supported || (!tensor_a && !blackwell_descriptor(op->a).supported)) {
-    problem = "a shared-memory descriptor has a version, base offset or layout that is not supported.";
+  if (!blackwell_descriptor(op->b).supported ||
+      (!tensor_a && !blackwell_descriptor(op->a).supported)) {
+    problem =
+        "a shared-memory descriptor has a version, base offset or layout that is not supported.";
   }
   if (!problem.empty()) {
     warp.fault(FaultKind::bad_argument, inst, lane, problem);
@@ -345,7 +359,8 @@ class CopyToTensorOp : public PipeOp {
     if (!tensor_range_ok(*this, target, column, 4 * chunks)) return false;
     const bool checks = cluster.launch->checks;
     const AccessView who = view();
-    if (checks) check_tensor(who, target, column, 4 * chunks, 0, kTensorLanes, Access::write, chain);
+    if (checks)
+      check_tensor(who, target, column, 4 * chunks, 0, kTensorLanes, Access::write, chain);
     const MatrixDescriptor from = blackwell_descriptor(descriptor);
     for (u32 row = 0; row < rows; ++row) {
       for (u32 chunk = 0; chunk < chunks; ++chunk) {
@@ -380,7 +395,8 @@ Step run_tensor_cp(Warp& warp, const Inst& inst) {
   op->pair = (inst.flags & kPairOfCtas) != 0;
   op->is_copy = true;
   if (!blackwell_descriptor(op->descriptor).supported) {
-    warp.fault(FaultKind::bad_argument, inst, lane, "the shared-memory descriptor is not supported.");
+    warp.fault(FaultKind::bad_argument, inst, lane,
+               "the shared-memory descriptor is not supported.");
     warp.launch->stopped = true;
     return Step::next;
   }
@@ -444,8 +460,10 @@ void build_tensor_mma(Builder& b) {
   }
   if (b.count() > at + 1) b.fail("scale-input-d of tcgen05.mma is not supported.");
   b.address(b.operand(0), Space::none);
-  if (tensor_a) b.address(a, Space::none);
-  else b.input(a, Type::b64);
+  if (tensor_a)
+    b.address(a, Space::none);
+  else
+    b.input(a, Type::b64);
   b.input(b.operand(2), Type::b64);
   b.input(b.operand(3), Type::b32);
   b.input(b.operand(at), Type::pred);

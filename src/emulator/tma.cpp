@@ -147,7 +147,12 @@ bool decode_tensor_map(std::span<const std::byte, 128> bytes, TensorMapSpec& spe
 namespace {
 
 enum TensorFlags : u32 {
-  kStore = 1, kReduce = 2, kMulticast = 4, kPair = 8, kGather = 16, kBulkGroup = 32
+  kStore = 1,
+  kReduce = 2,
+  kMulticast = 4,
+  kPair = 8,
+  kGather = 16,
+  kBulkGroup = 32
 };
 
 class TensorOp : public AsyncOp {
@@ -164,8 +169,9 @@ class TensorOp : public AsyncOp {
   std::vector<u8> buffer;  // the box, row by row, before swizzling
 
   const char* name() const override {
-    return (flags & kStore) == 0 ? "tma load" : (flags & kReduce) != 0 ? "tma reduction"
-                                                                      : "tma store";
+    return (flags & kStore) == 0    ? "tma load"
+           : (flags & kReduce) != 0 ? "tma reduction"
+                                    : "tma store";
   }
 
   u32 rows() const {
@@ -201,8 +207,8 @@ class TensorOp : public AsyncOp {
 
   void fill_nan() {
     const u32 step = element_bytes(map.type);
-    const u32 pattern = step == 2 ? (map.type == TensorType::float16 ? 0x7fffu : 0x7fffu)
-                                  : 0x7fffffffu;
+    const u32 pattern =
+        step == 2 ? (map.type == TensorType::float16 ? 0x7fffu : 0x7fffu) : 0x7fffffffu;
     for (std::size_t i = 0; i + step <= buffer.size(); i += step) {
       std::memcpy(buffer.data() + i, &pattern, std::min(step, 4u));
     }
@@ -242,18 +248,22 @@ class TensorOp : public AsyncOp {
       u64 address = 0;
       if (!row_address(row, address)) continue;
       address += static_cast<u64>(begin) * size;
-      const Place place = resolve_global(*this, address, bytes, store ? "a tensor write"
-                                                                      : "a tensor read");
+      const Place place =
+          resolve_global(*this, address, bytes, store ? "a tensor write" : "a tensor read");
       if (place.data == nullptr) return false;
       if (cluster.launch->checks) {
         check_global(who, *place.allocation, address, bytes,
-                     !store ? Access::read : (flags & kReduce) != 0 ? Access::atomic
-                                                                    : Access::write);
+                     !store                   ? Access::read
+                     : (flags & kReduce) != 0 ? Access::atomic
+                                              : Access::write);
       }
       u8* in_buffer = buffer.data() + u64{row} * row_bytes() + skip;
-      if (!store) std::memcpy(in_buffer, place.data, bytes);
-      else if ((flags & kReduce) == 0) std::memcpy(place.data, in_buffer, bytes);
-      else reduce(place.data, in_buffer, bytes);
+      if (!store)
+        std::memcpy(in_buffer, place.data, bytes);
+      else if ((flags & kReduce) == 0)
+        std::memcpy(place.data, in_buffer, bytes);
+      else
+        reduce(place.data, in_buffer, bytes);
     }
     return true;
   }
@@ -275,8 +285,10 @@ class TensorOp : public AsyncOp {
     const u32 total = box_bytes();
     for (u32 offset = 0; offset < total; offset += 16) {
       u8* chunk = memory + swizzled(address + offset, mask);
-      if (to_shared) std::memcpy(chunk, buffer.data() + offset, 16);
-      else std::memcpy(buffer.data() + offset, chunk, 16);
+      if (to_shared)
+        std::memcpy(chunk, buffer.data() + offset, 16);
+      else
+        std::memcpy(buffer.data() + offset, chunk, 16);
     }
   }
 
@@ -300,8 +312,8 @@ class TensorOp : public AsyncOp {
     for (u32 rank = 0; rank < 16; ++rank) {
       if ((multicast >> rank & 1) == 0) continue;
       // With .cta_group::2 the signal goes to the CTA of the pair that the address names.
-      const u32 signal_rank = (flags & kPair) != 0 ? (rank & ~1u) | (barrier >> kRankShift & 1u)
-                                                   : rank;
+      const u32 signal_rank =
+          (flags & kPair) != 0 ? (rank & ~1u) | (barrier >> kRankShift & 1u) : rank;
       write_shared(cluster, (shared & low) | rank << kRankShift,
                    (barrier & low) | signal_rank << kRankShift);
     }
@@ -367,8 +379,9 @@ Step run_tensor(Warp& warp, const Inst& inst) {
     if ((inst.flags & kMulticast) != 0) op->multicast = warp.value32(rest[2], lane) & 0xffff;
     if (op->shared % 128 != 0) {
       warp.fault(FaultKind::misaligned, inst, lane,
-                 "the shared address " + hex(op->shared) + " of a tensor copy is not a multiple of "
-                 "128.");
+                 "the shared address " + hex(op->shared) +
+                     " of a tensor copy is not a multiple of "
+                     "128.");
       warp.launch->stopped = true;
       return Step::next;
     }
@@ -420,7 +433,8 @@ void build_tensor_copy(Builder& b) {
   }
   if (gather && coordinates != 5) b.fail("gather4 and scatter4 take five coordinates.");
   if (b.has("reduce")) {
-    const int kind = b.which({"add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"});
+    const int kind =
+        b.which({"add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"});
     if (kind < 0) b.fail("the reduction is missing.");
     inst.mode = static_cast<u8>(kind);
   }

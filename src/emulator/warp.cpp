@@ -6,9 +6,7 @@
 
 namespace fovea::emulator {
 
-void* Warp::row(const OperandRef& operand) {
-  return registers + operand.slot;
-}
+void* Warp::row(const OperandRef& operand) { return registers + operand.slot; }
 
 const void* Warp::source(const OperandRef& operand) const {
   if (operand.kind == OperandRef::Kind::constant) {
@@ -241,10 +239,9 @@ bool Warp::run(u64 quantum) {
     while (quantum > 0 && go_on && !launch->stopped) {
       --quantum;
       const Fragment& fragment = fragments[current];
-      const bool at_join = fragment.join >= 0 &&
-                           joins[static_cast<std::size_t>(fragment.join)].pc == fragment.pc &&
-                           joins[static_cast<std::size_t>(fragment.join)].returns ==
-                               fragment.returns;
+      const bool at_join =
+          fragment.join >= 0 && joins[static_cast<std::size_t>(fragment.join)].pc == fragment.pc &&
+          joins[static_cast<std::size_t>(fragment.join)].returns == fragment.returns;
       const std::size_t before = fragments.size();
       if (at_join) {
         arrive_join();
@@ -262,8 +259,8 @@ bool Warp::run(u64 quantum) {
 }
 
 void Warp::fault(FaultKind kind, const Inst& inst, int lane, const std::string& sentence) {
-  launch->fault(kind, cta, static_cast<int>(index), lane, &inst,
-                "warp " + std::to_string(index), sentence);
+  launch->fault(kind, cta, static_cast<int>(index), lane, &inst, "warp " + std::to_string(index),
+                sentence);
 }
 
 }  // namespace fovea::emulator

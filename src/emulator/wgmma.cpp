@@ -10,7 +10,13 @@
 namespace fovea::emulator {
 namespace {
 
-enum WgmmaFlags : u32 { kTransposeA = 1, kTransposeB = 2, kNegateA = 4, kNegateB = 8, kShared = 16 };
+enum WgmmaFlags : u32 {
+  kTransposeA = 1,
+  kTransposeB = 2,
+  kNegateA = 4,
+  kNegateB = 8,
+  kShared = 16
+};
 
 constexpr u32 kLanes = 32;
 
@@ -149,9 +155,12 @@ class WgmmaOp : public AsyncOp {
         if (half) unpack(target, d[2 * (c / 2) + h], c % 2, rows[c]);
         if (!step.accumulate) std::memset(rows[c], 0, kLanes * sizeof(float));
       }
-      ProductArguments product{rows.data(), a + std::size_t{h} * shape.k * kLanes,
-                               arranged_.data(), static_cast<int>(columns),
-                               static_cast<int>(shape.k), false};
+      ProductArguments product{rows.data(),
+                               a + std::size_t{h} * shape.k * kLanes,
+                               arranged_.data(),
+                               static_cast<int>(columns),
+                               static_cast<int>(shape.k),
+                               false};
       product_function()(product);
       for (u32 c = 0; half && c < columns; ++c) pack(target, d[2 * (c / 2) + h], c % 2, rows[c]);
     }
@@ -173,8 +182,9 @@ class WgmmaOp : public AsyncOp {
   static void count(Counters& counters, const Inst& mma, const Shape& shape) {
     const u64 flops = u64{2} * 16 * shape.n * shape.k;
     const u32 size = element_size(element_of(mma.type));
-    (size == 2 ? counters.tensor_flops_f16
-               : size == 4 ? counters.tensor_flops_tf32 : counters.tensor_flops_fp8) += flops;
+    (size == 2   ? counters.tensor_flops_f16
+     : size == 4 ? counters.tensor_flops_tf32
+                 : counters.tensor_flops_fp8) += flops;
     const u64 a_bytes = (mma.flags & kShared) != 0 ? u64{16} * shape.k * size : 0;
     counters.shared_tensor_read_bytes += a_bytes + u64{shape.n} * shape.k * size / 4;
   }
@@ -201,7 +211,8 @@ void check_fragments(Warp& warp, const Inst& inst, bool accumulate) {
     if (!in_flight && (!check.matrix_fence_seen || check.written[v] > check.matrix_fence)) {
       warp.fault(FaultKind::missing_fence, inst, -1,
                  "register '" + std::string(warp.program->registers[v].name) + "' no. " +
-                     std::to_string(i) + " of the fragment was written after the last wgmma.fence.");
+                     std::to_string(i) +
+                     " of the fragment was written after the last wgmma.fence.");
       break;
     }
     if (accumulate && i < inst.outputs && !in_flight && check.defined[v] != ~0u) {
@@ -253,8 +264,10 @@ Step run_mma_async(Warp& warp, const Inst& inst) {
   }
   if (warp.launch->checks) {
     check_fragments(warp, inst, accumulate);
-    if (group.clock.empty()) group.clock = warp.check.clock;
-    else group.clock.join(warp.check.clock);
+    if (group.clock.empty())
+      group.clock = warp.check.clock;
+    else
+      group.clock.join(warp.check.clock);
   }
   return Step::next;
 }
@@ -292,8 +305,7 @@ Step run_matrix_wait(Warp& warp, const Inst& inst) {
   WarpGroup& wg = group_of(warp);
   const u64 below = warp.matrix_group - std::min<u64>(inst.immediate, warp.matrix_group);
   for (u64 serial = wg.first_serial; serial < below; ++serial) {
-    if (serial - wg.first_serial >= wg.groups.size() ||
-        !wg.groups[serial - wg.first_serial].done) {
+    if (serial - wg.first_serial >= wg.groups.size() || !wg.groups[serial - wg.first_serial].done) {
       return Step::blocked;
     }
   }
@@ -358,7 +370,8 @@ Step run_mma_sync(Warp& warp, const Inst& inst) {
       const u32 row = lane / 4 + 8 * (i >> 1), column = 2 * (lane % 4) + (i & 1);
       float sum = 0;
       if (inst.mode == 1) {
-        sum = half_to_float(warp.value32(c[i / 2], static_cast<int>(lane)) >> (16 * (i & 1)) & 0xffffu);
+        sum = half_to_float(warp.value32(c[i / 2], static_cast<int>(lane)) >> (16 * (i & 1)) &
+                            0xffffu);
       } else {
         sum = std::bit_cast<float>(warp.value32(c[i], static_cast<int>(lane)));
       }
@@ -368,14 +381,17 @@ Step run_mma_sync(Warp& warp, const Inst& inst) {
   }
   for (u32 lane = 0; lane < kLanes; ++lane) {
     const int l = static_cast<int>(lane);
-    for (u32 i = 0; i < 4 && inst.mode == 0; ++i) warp.set(o[i], l, std::bit_cast<u32>(sums[i][lane]));
+    for (u32 i = 0; i < 4 && inst.mode == 0; ++i)
+      warp.set(o[i], l, std::bit_cast<u32>(sums[i][lane]));
     for (u32 i = 0; i < 2 && inst.mode == 1; ++i) {
-      warp.set(o[i], l, float_to_half(sums[2 * i][lane]) | float_to_half(sums[2 * i + 1][lane]) << 16);
+      warp.set(o[i], l,
+               float_to_half(sums[2 * i][lane]) | float_to_half(sums[2 * i + 1][lane]) << 16);
     }
   }
   const u64 flops = u64{2} * 16 * 8 * depth;
-  (size == 2 ? warp.counters.tensor_flops_f16
-             : size == 4 ? warp.counters.tensor_flops_tf32 : warp.counters.tensor_flops_fp8) += flops;
+  (size == 2   ? warp.counters.tensor_flops_f16
+   : size == 4 ? warp.counters.tensor_flops_tf32
+               : warp.counters.tensor_flops_fp8) += flops;
   return Step::next;
 }
 
@@ -384,10 +400,12 @@ u32 parse_shape(const Builder& b, std::string_view word, Shape& shape) {
   u32 numbers[3] = {0, 0, 0};
   int which = -1;
   for (const char c : word) {
-    if (c == 'm' || c == 'n' || c == 'k') ++which;
+    if (c == 'm' || c == 'n' || c == 'k')
+      ++which;
     else if (c >= '0' && c <= '9' && which >= 0 && which < 3 && numbers[which] < 10000) {
       numbers[which] = numbers[which] * 10 + static_cast<u32>(c - '0');
-    } else b.fail("shape ." + std::string(word) + " is not known.");
+    } else
+      b.fail("shape ." + std::string(word) + " is not known.");
   }
   shape.n = numbers[1];
   shape.k = numbers[2];
@@ -415,8 +433,10 @@ void build_mma_async(Builder& b) {
   b.output_list(b.operand(0), Type::b32);
   const u32 wanted = d == Type::f32 ? shape.n / 2 : shape.n / 4;
   if (inst.outputs != wanted) b.fail("the accumulator has the wrong number of registers.");
-  if (shared) b.input(a, Type::b64);
-  else b.input_list(a, Type::b32);
+  if (shared)
+    b.input(a, Type::b64);
+  else
+    b.input_list(a, Type::b32);
   if (!shared && inst.inputs != 4) b.fail("the A fragment takes four registers.");
   b.input(b.operand(2), Type::b64);
   b.input(b.operand(3), Type::pred);
@@ -461,7 +481,8 @@ void build_mma_sync(Builder& b) {
   inst.type = b.type(1);
   inst.type2 = b.type(2);
   const Type d = b.type(0);
-  if (inst.type == Type::int8 || inst.type == Type::uint8) b.fail("integer mma.sync is not supported.");
+  if (inst.type == Type::int8 || inst.type == Type::uint8)
+    b.fail("integer mma.sync is not supported.");
   if ((d != Type::f32 && d != Type::f16) || b.type(3) != d) {
     b.fail("mma.sync is supported with .f32 or .f16 accumulators of equal type.");
   }

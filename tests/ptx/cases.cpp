@@ -23,7 +23,8 @@ std::vector<std::string> split(const std::string& text, char by) {
 }
 
 std::uint64_t number(const std::string& text) {
-  if (!text.empty() && text[0] == '-') return static_cast<std::uint64_t>(std::stoll(text, nullptr, 0));
+  if (!text.empty() && text[0] == '-')
+    return static_cast<std::uint64_t>(std::stoll(text, nullptr, 0));
   return std::stoull(text, nullptr, 0);
 }
 
@@ -77,9 +78,10 @@ std::vector<InstructionCase> read_cases(const std::string& path) {
 
 std::string InstructionCase::ptx() const {
   static constexpr char kNames[] = "dabce";
-  std::string text = std::string(".version 9.0\n.target ") + (blackwell ? "sm_100a" : "sm_90a") +
-                     "\n.address_size 64\n.visible .entry test(.param .u64 in, .param .u64 out)\n{\n"
-                     "  .reg .b64 %in, %out, %at;\n  .reg .b32 %lane;\n";
+  std::string text =
+      std::string(".version 9.0\n.target ") + (blackwell ? "sm_100a" : "sm_90a") +
+      "\n.address_size 64\n.visible .entry test(.param .u64 in, .param .u64 out)\n{\n"
+      "  .reg .b64 %in, %out, %at;\n  .reg .b32 %lane;\n";
   for (std::size_t i = 0; i < types.size(); ++i) {
     text += "  .reg ." + types[i] + " %" + kNames[i] + ";\n  .reg .b64 %x" + kNames[i] + ";\n";
   }
@@ -91,7 +93,8 @@ std::string InstructionCase::ptx() const {
     const std::string name(1, kNames[i]);
     const std::string from = "[%in+" + std::to_string(8 * (i - 1)) + "];\n";
     if (types[i] == "pred") {
-      text += "  ld.global.u64 %x" + name + ", " + from + "  setp.ne.u64 %" + name + ", %x" + name + ", 0;\n";
+      text += "  ld.global.u64 %x" + name + ", " + from + "  setp.ne.u64 %" + name + ", %x" + name +
+              ", 0;\n";
     } else {
       text += "  ld.global." + types[i] + " %" + name + ", " + from;
     }
@@ -103,9 +106,12 @@ std::string InstructionCase::ptx() const {
     for (std::size_t i = 1; i < types.size(); ++i) text += std::string(", %") + kNames[i];
     text += ";\n";
   }
-  if (types[0] == "pred") text += "  selp.u64 %xd, 1, 0, %d;\n";
-  else if (types[0] == "b64") text += "  mov.b64 %xd, %d;\n";
-  else text += "  cvt.u64.u" + types[0].substr(1) + " %xd, %d;\n";
+  if (types[0] == "pred")
+    text += "  selp.u64 %xd, 1, 0, %d;\n";
+  else if (types[0] == "b64")
+    text += "  mov.b64 %xd, %d;\n";
+  else
+    text += "  cvt.u64.u" + types[0].substr(1) + " %xd, %d;\n";
   return text + "  st.global.u64 [%out], %xd;\n  ret;\n}\n";
 }
 

@@ -1,8 +1,8 @@
 // Single-instruction cases: "instruction | types | a,b,...=d ; a,b,...=d" to PTX and back.
 //
-// Types are of the result and of the sources: b16, b32, b64 or pred. An instruction without '%' gets
-// its operands appended; "@100 " in front asks for sm_100a. Results are hexadecimal or decimal; ~
-// before a float result allows a relative error of 2^-20, ^ one of 2^-10.
+// Types are of the result and of the sources: b16, b32, b64 or pred. An instruction without '%'
+// gets its operands appended; "@100 " in front asks for sm_100a. Results are hexadecimal or
+// decimal; ~ before a float result allows a relative error of 2^-20, ^ one of 2^-10.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,6 @@
-// Fault injection: takes correct kernels, breaks one synchronising instruction at a time, and counts
-// how many of the broken kernels are reported. Prints a table, and every fault that goes unnoticed.
+// Fault injection: takes correct kernels, breaks one synchronising instruction at a time, and
+// counts how many of the broken kernels are reported. Prints a table, and every fault that goes
+// unnoticed.
 #include <gtest/gtest.h>
 
 #include <cstdio>
@@ -141,8 +142,8 @@ TEST(FaultInjection, NearlyEveryBrokenKernelIsReported) {
       }
       if (!found) {
         std::printf("not reported (%s): %s, line %d [%s] %.110s\n",
-                    wrong ? "result wrong" : "result right", kernel_path(kernel).c_str(), mutant.line,
-                    mutant.kind.c_str(), mutant.before.c_str());
+                    wrong ? "result wrong" : "result right", kernel_path(kernel).c_str(),
+                    mutant.line, mutant.kind.c_str(), mutant.before.c_str());
       }
     }
   }

@@ -27,9 +27,11 @@ TEST_P(InstructionFile, GivesTheExpectedResults) {
     try {
       const Report report = machine.launch(Module::parse(item.ptx()), "test", config,
                                            std::as_bytes(std::span(&p, 1)));
-      for (const Fault& fault : report.faults) ADD_FAILURE() << item.instruction << ": " << fault.text();
+      for (const Fault& fault : report.faults)
+        ADD_FAILURE() << item.instruction << ": " << fault.text();
     } catch (const Error& error) {
-      ADD_FAILURE() << item.file << ":" << item.line << " " << item.instruction << ": " << error.what();
+      ADD_FAILURE() << item.file << ":" << item.line << " " << item.instruction << ": "
+                    << error.what();
       continue;
     }
     std::vector<std::uint64_t> output(32);

@@ -126,12 +126,15 @@ KernelResult run_gemm(Kernel kernel, const std::string& ptx, const Schedule& sch
   for (int row = 0; row < kRows; row += 5) {
     for (int column = 0; column < kColumns; ++column) {
       double sum = 0;
-      for (int k = 0; k < kDepth; ++k) sum += element(a, row * kDepth + k) * element(b, column * kDepth + k);
+      for (int k = 0; k < kDepth; ++k)
+        sum += element(a, row * kDepth + k) * element(b, column * kDepth + k);
       const std::size_t at = static_cast<std::size_t>(row * kColumns + column);
       float value = 0;
       u16 half = 0;
-      if (hopper) std::memcpy(&half, &c[2 * at], 2);
-      else std::memcpy(&value, &c[4 * at], 4);
+      if (hopper)
+        std::memcpy(&half, &c[2 * at], 2);
+      else
+        std::memcpy(&value, &c[4 * at], 4);
       if (hopper) value = bfloat16_to_float(half);
       const double error = std::fabs(static_cast<double>(value) - sum) / (1 + std::fabs(sum));
       finite = finite && std::isfinite(value);
@@ -164,7 +167,8 @@ double attention_error(const std::vector<u16>& q, const std::vector<u16>& k,
     }
     for (int d = 0; d < 64; ++d) {
       double sum = 0;
-      for (int j = 0; j < keys; ++j) sum += weight[static_cast<std::size_t>(j)] * element(v, j * 64 + d);
+      for (int j = 0; j < keys; ++j)
+        sum += weight[static_cast<std::size_t>(j)] * element(v, j * 64 + d);
       const double value = static_cast<double>(out[static_cast<std::size_t>(row * 64 + d)]);
       const double error = std::fabs(value - sum / total) / (1 + std::fabs(sum / total));
       worst = error <= worst ? worst : error;  // also takes over a NaN

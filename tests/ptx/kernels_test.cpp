@@ -31,8 +31,7 @@ TEST_P(Kernels, IsCorrectAndClean) {
 
 std::vector<Case> all_cases() {
   std::vector<Case> cases;
-  for (const Kernel kernel :
-       {Kernel::gemm_sm90, Kernel::gemm_single, Kernel::gemm_pair,
+  for (const Kernel kernel : {Kernel::gemm_sm90, Kernel::gemm_single, Kernel::gemm_pair,
                               Kernel::attention_sm90, Kernel::attention_sm100}) {
     cases.push_back({kernel, Policy::eager, 0, false});
     cases.push_back({kernel, Policy::lazy, 1, false});

@@ -1,4 +1,5 @@
-// Small programs, one to a file in programs/: what they write, or which fault they must be blamed for.
+// Small programs, one to a file in programs/: what they write, or which fault they must be blamed
+// for.
 //
 // Header lines of a file (all optional but one of `expect` and `fault`):
 //   // chip: sm_90a      // block: 32     // grid: 1     // cluster: 1     // shared: 0
@@ -95,7 +96,8 @@ TEST_P(Program, DoesWhatItsHeaderSays) {
       Schedule schedule;
       schedule.policy = policy;
       schedule.seed = seed;
-      SCOPED_TRACE("policy " + std::to_string(static_cast<int>(policy)) + " seed " + std::to_string(seed));
+      SCOPED_TRACE("policy " + std::to_string(static_cast<int>(policy)) + " seed " +
+                   std::to_string(seed));
       run(ptx, header, schedule);
     }
   }
@@ -103,7 +105,8 @@ TEST_P(Program, DoesWhatItsHeaderSays) {
 
 std::vector<std::string> files() {
   std::vector<std::string> names;
-  for (const auto& entry : std::filesystem::directory_iterator(std::string(FOVEA_PTX_TESTS) + "/programs")) {
+  for (const auto& entry :
+       std::filesystem::directory_iterator(std::string(FOVEA_PTX_TESTS) + "/programs")) {
     names.push_back(entry.path().filename().string());
   }
   std::sort(names.begin(), names.end());

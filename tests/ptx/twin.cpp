@@ -66,7 +66,8 @@ int run(const std::string& folder) {
     }
   }
   int differ = 0;
-  std::printf("%-16s %6s %8s %8s %10s %8s\n", "file", "forms", "samples", "equal", "in bound", "differ");
+  std::printf("%-16s %6s %8s %8s %10s %8s\n", "file", "forms", "samples", "equal", "in bound",
+              "differ");
   for (const auto& [file, row] : table) {
     std::printf("%-16s %6d %8d %8d %10d %8d\n", file.c_str(), row.forms, row.samples, row.equal,
                 row.within, row.differ);

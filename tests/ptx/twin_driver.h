@@ -12,7 +12,8 @@ class Driver {
   std::string open();  // empty when a GPU is ready, else a sentence
   std::string name() const { return name_; }
   // Kernel "test(in, out)" with one warp; throws std::runtime_error with the driver's words.
-  std::vector<std::uint64_t> run_case(const std::string& ptx, const std::vector<std::uint64_t>& input);
+  std::vector<std::uint64_t> run_case(const std::string& ptx,
+                                      const std::vector<std::uint64_t>& input);
 
  private:
   void* library_ = nullptr;

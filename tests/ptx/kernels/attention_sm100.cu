@@ -11,31 +11,46 @@ struct alignas(1024) Shared {
 };
 
 DEVICE void multiply_ss(u32 d, u64 a, u64 b, u32 shape, int accumulate) {
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %4, 0; tcgen05.mma.cta_group::1.kind::f16 [%0], %1, %2, %3, p; }" ::"r"(d), "l"(a), "l"(b), "r"(shape), "r"(accumulate) : "memory");
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %4, 0; tcgen05.mma.cta_group::1.kind::f16 [%0], %1, %2, %3, "
+      "p; }" ::"r"(d),
+      "l"(a), "l"(b), "r"(shape), "r"(accumulate)
+      : "memory");
 }
 DEVICE void multiply_ts(u32 d, u32 a, u64 b, u32 shape, int accumulate) {
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %4, 0; tcgen05.mma.cta_group::1.kind::f16 [%0], [%1], %2, %3, p; }" ::"r"(d), "r"(a), "l"(b), "r"(shape), "r"(accumulate) : "memory");
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %4, 0; tcgen05.mma.cta_group::1.kind::f16 [%0], [%1], %2, "
+      "%3, p; }" ::"r"(d),
+      "r"(a), "l"(b), "r"(shape), "r"(accumulate)
+      : "memory");
 }
 DEVICE void commit(u64* barrier) {
-  asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(
+                   shared_address(barrier))
+               : "memory");
 }
 DEVICE void load_16(u32 address, float (&r)[16]) {
-  asm volatile("tcgen05.ld.sync.aligned.32x32b.x16.b32 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, [%16];"
-               : "=f"(r[0]), "=f"(r[1]), "=f"(r[2]), "=f"(r[3]), "=f"(r[4]), "=f"(r[5]), "=f"(r[6]), "=f"(r[7]),
-                 "=f"(r[8]), "=f"(r[9]), "=f"(r[10]), "=f"(r[11]), "=f"(r[12]), "=f"(r[13]), "=f"(r[14]), "=f"(r[15])
-               : "r"(address));
+  asm volatile(
+      "tcgen05.ld.sync.aligned.32x32b.x16.b32 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, [%16];"
+      : "=f"(r[0]), "=f"(r[1]), "=f"(r[2]), "=f"(r[3]), "=f"(r[4]), "=f"(r[5]), "=f"(r[6]),
+        "=f"(r[7]), "=f"(r[8]), "=f"(r[9]), "=f"(r[10]), "=f"(r[11]), "=f"(r[12]), "=f"(r[13]),
+        "=f"(r[14]), "=f"(r[15])
+      : "r"(address));
 }
 DEVICE void store_8(u32 address, const u32 (&r)[8]) {
-  asm volatile("tcgen05.st.sync.aligned.32x32b.x8.b32 [%8], {%0,%1,%2,%3,%4,%5,%6,%7};" ::"r"(r[0]), "r"(r[1]), "r"(r[2]),
-               "r"(r[3]), "r"(r[4]), "r"(r[5]), "r"(r[6]), "r"(r[7]), "r"(address) : "memory");
+  asm volatile("tcgen05.st.sync.aligned.32x32b.x8.b32 [%8], {%0,%1,%2,%3,%4,%5,%6,%7};" ::"r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3]), "r"(r[4]), "r"(r[5]), "r"(r[6]), "r"(r[7]),
+               "r"(address)
+               : "memory");
 }
 DEVICE void wait_load() { asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory"); }
 DEVICE void fence_before() { asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory"); }
 DEVICE void fence_after() { asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory"); }
 
 extern "C" __global__ void __launch_bounds__(160, 1)
-attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
-          const __grid_constant__ TensorMap map_v, float* out, int blocks, float scale_log2) {
+    attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
+              const __grid_constant__ TensorMap map_v, float* out, int blocks, float scale_log2) {
   extern __shared__ unsigned char raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -51,7 +66,9 @@ attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ Tenso
     barrier_init_fence();
   }
   if (warp == 4) {
-    asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], 128;" ::"r"(shared_address(&s.tensor_address)) : "memory");
+    asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], 128;" ::"r"(
+                     shared_address(&s.tensor_address))
+                 : "memory");
     asm volatile("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;");
   }
   __syncthreads();
@@ -74,13 +91,15 @@ attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ Tenso
         barrier_wait(&s.kv_full[stage], phase);
 #pragma unroll
         for (int i = 0; i < 4; i++)
-          multiply_ss(scores, blackwell_descriptor(s.q + i * 16, 16), blackwell_descriptor(s.k[stage] + i * 16, 16), kScores, i > 0);
+          multiply_ss(scores, blackwell_descriptor(s.q + i * 16, 16),
+                      blackwell_descriptor(s.k[stage] + i * 16, 16), kScores, i > 0);
         commit(&s.s_full);
         barrier_wait(&s.p_full, j & 1);
         fence_after();
 #pragma unroll
         for (int i = 0; i < 4; i++)
-          multiply_ts(output, scores + i * 8, blackwell_descriptor(s.v[stage] + i * 16 * 64, 8192), kOutput, j + i > 0);
+          multiply_ts(output, scores + i * 8, blackwell_descriptor(s.v[stage] + i * 16 * 64, 8192),
+                      kOutput, j + i > 0);
         commit(&s.kv_empty[stage]);
         barrier_wait(&s.kv_empty[stage], phase);
         fence_after();  // the next scores overwrite P, which this product read
@@ -116,7 +135,8 @@ attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ Tenso
       }
 #pragma unroll
       for (int x = 0; x < 4; x++) {
-        const u32 part[8] = {p[8 * x], p[8 * x + 1], p[8 * x + 2], p[8 * x + 3], p[8 * x + 4], p[8 * x + 5], p[8 * x + 6], p[8 * x + 7]};
+        const u32 part[8] = {p[8 * x],     p[8 * x + 1], p[8 * x + 2], p[8 * x + 3],
+                             p[8 * x + 4], p[8 * x + 5], p[8 * x + 6], p[8 * x + 7]};
         store_8(scores + mine + x * 8, part);
       }
       asm volatile("tcgen05.wait::st.sync.aligned;" ::: "memory");
@@ -138,5 +158,6 @@ attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ Tenso
     }
   }
   __syncthreads();
-  if (warp == 4) asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, 128;" ::"r"(scores));
+  if (warp == 4)
+    asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, 128;" ::"r"(scores));
 }

@@ -1,6 +1,6 @@
-// Attention on Hopper with P in registers: S = Q K^T from shared memory, P = exp2(S) repacked as the A
-// fragment of O += P V, V MN-major. No maximum is taken: the test keeps scores small. One warpgroup
-// of 64 queries and one loading warp, 64 keys to a block, head dimension 64, f32 output.
+// Attention on Hopper with P in registers: S = Q K^T from shared memory, P = exp2(S) repacked as
+// the A fragment of O += P V, V MN-major. No maximum is taken: the test keeps scores small. One
+// warpgroup of 64 queries and one loading warp, 64 keys to a block, head dimension 64, f32 output.
 #include "ptx.h"
 
 struct alignas(1024) Shared {
@@ -10,15 +10,22 @@ struct alignas(1024) Shared {
 
 #define R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define R32 R4(0), R4(4), R4(8), R4(12), R4(16), R4(20), R4(24), R4(28)
-#define LIST32 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}"
+#define LIST32                                                                                   \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%" \
+  "25,%26,%27,%28,%29,%30,%31}"
 
 DEVICE void scores(float (&d)[32], u64 a, u64 b, int accumulate) {
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " LIST32 ", %32, %33, p, 1, 1, 0, 0; }"
-               : R32 : "l"(a), "l"(b), "r"(accumulate));
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %34, 0; "
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " LIST32 ", %32, %33, p, 1, 1, 0, 0; }"
+      : R32
+      : "l"(a), "l"(b), "r"(accumulate));
 }
 DEVICE void output(float (&d)[32], const u32* p, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " LIST32 ", {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
-               : R32 : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(b));
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " LIST32
+               ", {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
+               : R32
+               : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(b));
 }
 DEVICE void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -33,8 +40,8 @@ DEVICE float quad_sum(float x) {
 }
 
 extern "C" __global__ void __launch_bounds__(160, 1)
-attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
-          const __grid_constant__ TensorMap map_v, float* out, int blocks, float scale_log2) {
+    attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
+              const __grid_constant__ TensorMap map_v, float* out, int blocks, float scale_log2) {
   extern __shared__ unsigned char raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
   if (threadIdx.x == 0) {
@@ -75,7 +82,9 @@ attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ Tenso
     for (int i = 0; i < 32; i++) d[i] = 0;
     fence();
 #pragma unroll
-    for (int i = 0; i < 4; i++) scores(d, hopper_descriptor(s.q + i * 16, 16), hopper_descriptor(s.k[stage] + i * 16, 16), i > 0);
+    for (int i = 0; i < 4; i++)
+      scores(d, hopper_descriptor(s.q + i * 16, 16), hopper_descriptor(s.k[stage] + i * 16, 16),
+             i > 0);
     commit();
     wait_all(d);
     u32 p[16];
@@ -90,7 +99,8 @@ attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ Tenso
     }
     fence();
 #pragma unroll
-    for (int i = 0; i < 4; i++) output(o, p + 4 * i, hopper_descriptor(s.v[stage] + i * 16 * 64, 8192));
+    for (int i = 0; i < 4; i++)
+      output(o, p + 4 * i, hopper_descriptor(s.v[stage] + i * 16 * 64, 8192));
     commit();
     wait_all(o);
     if (threadIdx.x == 0) barrier_arrive(&s.empty[stage]);
