@@ -1,53 +1,14 @@
 // Small programs, one to a file in programs/: what they write, or which fault they must be blamed
 // for.
-//
-// Header lines of a file (all optional but one of `expect` and `fault`):
-//   // chip: sm_90a      // block: 32     // grid: 1     // cluster: 1     // shared: 0
-//   // expect: words of `out` in order, decimal or 0x..., "N*word" for repeats
-//   // fault: kind       at least this kind is reported, under every schedule
-// The kernel is test(.param .u64 out); out has 4096 zeroed words.
-#include <gtest/gtest.h>
+#include "programs.h"
 
-#include <filesystem>
-#include <map>
-#include <sstream>
+#include <gtest/gtest.h>
 
 #include "emulator.h"
 #include "kernel_runner.h"
 
 namespace fovea::emulator::testing {
 namespace {
-
-std::map<std::string, std::string> header_of(const std::string& ptx) {
-  std::map<std::string, std::string> header;
-  std::stringstream stream(ptx);
-  for (std::string line; std::getline(stream, line) && line.substr(0, 3) == "// ";) {
-    const std::size_t colon = line.find(": ");
-    if (colon == std::string::npos) continue;
-    std::string& value = header[line.substr(3, colon - 3)];
-    value += (value.empty() ? "" : " ") + line.substr(colon + 2);
-  }
-  return header;
-}
-
-std::uint32_t number(const std::map<std::string, std::string>& header, const char* key,
-                     std::uint32_t otherwise) {
-  const auto it = header.find(key);
-  return it == header.end() ? otherwise
-                            : static_cast<std::uint32_t>(std::stoul(it->second, nullptr, 0));
-}
-
-std::vector<std::uint32_t> words_of(const std::string& text) {
-  std::vector<std::uint32_t> words;
-  std::stringstream stream(text);
-  for (std::string word; stream >> word;) {
-    const std::size_t star = word.find('*');
-    const unsigned long count = star == std::string::npos ? 1 : std::stoul(word);
-    const std::string value = star == std::string::npos ? word : word.substr(star + 1);
-    words.insert(words.end(), count, static_cast<std::uint32_t>(std::stoll(value, nullptr, 0)));
-  }
-  return words;
-}
 
 class Program : public ::testing::TestWithParam<std::string> {};
 
@@ -103,20 +64,11 @@ TEST_P(Program, DoesWhatItsHeaderSays) {
   }
 }
 
-std::vector<std::string> files() {
-  std::vector<std::string> names;
-  for (const auto& entry :
-       std::filesystem::directory_iterator(std::string(FOVEA_PTX_TESTS) + "/programs")) {
-    names.push_back(entry.path().filename().string());
-  }
-  std::sort(names.begin(), names.end());
-  return names;
-}
-
-INSTANTIATE_TEST_SUITE_P(Files, Program, ::testing::ValuesIn(files()), [](const auto& item) {
-  std::string name = item.param.substr(0, item.param.find('.'));
-  return name;
-});
+INSTANTIATE_TEST_SUITE_P(Files, Program, ::testing::ValuesIn(program_files()),
+                         [](const auto& item) {
+                           std::string name = item.param.substr(0, item.param.find('.'));
+                           return name;
+                         });
 
 }  // namespace
 }  // namespace fovea::emulator::testing

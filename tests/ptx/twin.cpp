@@ -1,15 +1,14 @@
 // The twin test: the same tiny kernels and the Hopper test kernels on a GPU (through the driver,
 // opened at run time) and on the emulator. Prints one table; exit status 1 when anything differs,
 // 2 when there is no GPU.
-#include <dlfcn.h>
-
 #include <cstdio>
-#include <cstring>
+#include <exception>
 #include <map>
 
 #include "cases.h"
 #include "emulator.h"
 #include "kernel_runner.h"
+#include "programs.h"
 #include "twin_driver.h"
 
 namespace fovea::emulator::testing {
@@ -51,6 +50,31 @@ void compare(Driver& driver, const InstructionCase& item, Row& row) {
   }
 }
 
+// Programs for Hopper without clusters, whose headers say what they write.
+void compare_programs(Driver& driver, Row& row) {
+  for (const std::string& file : program_files()) {
+    const std::string ptx = read_text("programs/" + file);
+    const auto header = header_of(ptx);
+    if (header.count("expect") == 0 || header.count("chip") != 0 || header.count("cluster") != 0) {
+      continue;
+    }
+    ++row.forms;
+    const std::vector<std::uint32_t> expected = words_of(header.at("expect"));
+    const std::vector<std::uint32_t> theirs =
+        driver.run_program(ptx, number(header, "grid", 1), number(header, "block", 32));
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      ++row.samples;
+      if (theirs[i] == expected[i]) {
+        ++row.equal;
+        continue;
+      }
+      if (row.differ++ < 20) {
+        std::printf("%s word %zu: emulator %u, GPU %u\n", file.c_str(), i, expected[i], theirs[i]);
+      }
+    }
+  }
+}
+
 int run(const std::string& folder) {
   Driver driver;
   const std::string problem = driver.open();
@@ -65,6 +89,7 @@ int run(const std::string& folder) {
       if (!item.blackwell) compare(driver, item, table[file]);
     }
   }
+  compare_programs(driver, table["programs"]);
   int differ = 0;
   std::printf("%-16s %6s %8s %8s %10s %8s\n", "file", "forms", "samples", "equal", "in bound",
               "differ");
@@ -79,6 +104,11 @@ int run(const std::string& folder) {
 }  // namespace
 }  // namespace fovea::emulator::testing
 
-int main(int argc, char** argv) {
-  return fovea::emulator::testing::run(argc > 1 ? argv[1] : FOVEA_PTX_TESTS);
+int main() {
+  try {
+    return fovea::emulator::testing::run(FOVEA_PTX_TESTS);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 2;
+  }
 }
