@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "tools/workload.h"
 
@@ -80,7 +81,7 @@ namespace {
 HWY_EXPORT(multiply_add);
 HWY_EXPORT(read_all);
 
-constexpr int rounds = 8;
+constexpr int rounds = 20;  // enough that one is undisturbed
 constexpr double round_seconds = 0.02;
 
 double now() {
@@ -125,29 +126,53 @@ double dot_bf16(std::int64_t, float*) { return 0.0; }
 bool has_dot_bf16() { return false; }
 #endif
 
-// Operations per second of `work(iterations, sink)` on all threads at once; the best round.
+// One thread's part of a round.
+struct Span {
+  double begin = 0.0;
+  double end = 0.0;
+  double operations = 0.0;
+};
+
+// Operations per second of `work(iterations, sink)` on all threads at once; the best round. A round
+// lasts from the first thread's begin to the last one's end: starting and joining threads, which
+// take a scheduler's time on a busy machine, are no part of it.
 template <typename Work>
 double measure_peak(int threads, Work work) {
-  const int team = thread_count(threads);
+  const int requested = thread_count(threads);
+  std::vector<Span> spans(static_cast<std::size_t>(requested));
   double best = 0.0;
   std::int64_t iterations = 1 << 14;
   int round = 0;
   while (round < rounds) {
-    double operations = 0.0;
-    const double begin = now();
-#pragma omp parallel num_threads(team) reduction(+ : operations)
+    int team = 1;
+#pragma omp parallel num_threads(requested)
     {
+      const int thread = omp_get_thread_num();
+      if (thread == 0) team = omp_get_num_threads();
       volatile float start = 0.0f;
       float sink[2] = {start, 0.0f};
-      operations += work(iterations, sink);
+#pragma omp barrier
+      Span span;
+      span.begin = now();
+      span.operations = work(iterations, sink);
+      span.end = now();
+      spans[static_cast<std::size_t>(thread)] = span;
       start = sink[1];
     }
-    const double seconds = now() - begin;
-    if (seconds < round_seconds) {
+    Span all{spans[0].begin, spans[0].end, 0.0};
+    double shortest = spans[0].end - spans[0].begin;
+    for (int thread = 0; thread < team; ++thread) {
+      const Span& span = spans[static_cast<std::size_t>(thread)];
+      all.begin = std::min(all.begin, span.begin);
+      all.end = std::max(all.end, span.end);
+      all.operations += span.operations;
+      shortest = std::min(shortest, span.end - span.begin);
+    }
+    if (shortest < round_seconds) {
       iterations *= 2;
       continue;
     }
-    best = std::max(best, operations / seconds);
+    best = std::max(best, all.operations / (all.end - all.begin));
     ++round;
   }
   return best;

@@ -172,8 +172,8 @@ void read_lengths(Workload& w, const TensorFiles& files) {
 
 }  // namespace
 
-void TensorFiles::add(std::map<std::string, Array> arrays) {
-  for (auto& [tensor, array] : arrays) arrays_[tensor] = std::move(array);
+void TensorFiles::add(const std::map<std::string, Array>& arrays) {
+  for (const auto& [tensor, array] : arrays) arrays_[tensor] = array;
 }
 
 void TensorFiles::add_safetensors(const std::string& path) {

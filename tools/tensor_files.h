@@ -18,7 +18,7 @@ namespace fovea::tools {
 class TensorFiles {
  public:
   // Adds arrays whose bytes outlive this object.
-  void add(std::map<std::string, Array> arrays);
+  void add(const std::map<std::string, Array>& arrays);
   // Adds every tensor of a .safetensors file. Throws Error, whose message names the file.
   void add_safetensors(const std::string& path);
   // Adds a .npy file under a name.

@@ -24,10 +24,10 @@ void check_array(const tools::Array& array, std::span<const std::byte> file) {
 // Parses, and goes on as far as a plan: what a file says about lengths and pages is checked there.
 void fuzz_safetensors(std::span<const std::byte> bytes) {
   try {
-    tools::Safetensors parsed = tools::parse_safetensors(bytes);
+    const tools::Safetensors parsed = tools::parse_safetensors(bytes);
     for (const auto& [name, array] : parsed.tensors) check_array(array, bytes);
     tools::TensorFiles files;
-    files.add(std::move(parsed.tensors));
+    files.add(parsed.tensors);
     const tools::Workload workload = tools::load_workload(files, {}, DType::f32, true);
     static_cast<void>(plan(workload.problem));
   } catch (const Error& error) {

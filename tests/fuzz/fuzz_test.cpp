@@ -68,9 +68,16 @@ void drive(const Seeds& seeds, void (*target)(std::span<const std::byte>), int c
   }
 }
 
+// Building the option parser is slow under a sanitizer.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr int option_inputs = 4000;
+#else
+constexpr int option_inputs = 20000;
+#endif
+
 TEST(Fuzz, Npy) { drive(npy_seeds(), fuzz_npy, 20000); }
 TEST(Fuzz, Safetensors) { drive(safetensors_seeds(), fuzz_safetensors, 20000); }
-TEST(Fuzz, Options) { drive(options_seeds(), fuzz_options, 20000); }
+TEST(Fuzz, Options) { drive(options_seeds(), fuzz_options, option_inputs); }
 
 }  // namespace
 }  // namespace fovea::test
