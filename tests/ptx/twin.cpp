@@ -1,6 +1,8 @@
 // The twin test: the same tiny kernels and the Hopper test kernels on a GPU (through the driver,
 // opened at run time) and on the emulator. Prints one table; exit status 1 when anything differs,
 // 2 when there is no GPU.
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <exception>
 #include <map>
@@ -75,6 +77,30 @@ void compare_programs(Driver& driver, Row& row) {
   }
 }
 
+// Whole kernels: how many outputs are equal to the bit, and how far the others are apart.
+int compare_kernels(Driver& driver) {
+  int wrong = 0;
+  std::printf("%-28s %8s %8s %14s %14s\n", "kernel", "outputs", "equal", "largest step",
+              "GPU vs double");
+  for (const Kernel kernel : {Kernel::gemm_sm90, Kernel::attention_sm90}) {
+    const std::string ptx = read_text(kernel_path(kernel));
+    const KernelResult ours = run_kernel(kernel, ptx, Schedule{});
+    const KernelResult theirs = run_kernel(kernel, ptx, driver);
+    std::size_t equal = 0;
+    double step = 0;
+    for (std::size_t i = 0; i < ours.output.size(); ++i) {
+      if (ours.output[i] == theirs.output[i]) ++equal;
+      const double a = static_cast<double>(ours.output[i]);
+      const double b = static_cast<double>(theirs.output[i]);
+      step = std::max(step, std::fabs(a - b) / (1 + std::fabs(a)));
+    }
+    std::printf("%-28s %8zu %8zu %14.2e %14.2e\n", kernel_path(kernel).c_str(), ours.output.size(),
+                equal, step, theirs.max_error);
+    wrong += ours.correct && theirs.correct ? 0 : 1;
+  }
+  return wrong;
+}
+
 int run(const std::string& folder) {
   Driver driver;
   const std::string problem = driver.open();
@@ -98,6 +124,7 @@ int run(const std::string& folder) {
                 row.within, row.differ);
     differ += row.differ;
   }
+  differ += compare_kernels(driver);
   return differ == 0 ? 0 : 1;
 }
 

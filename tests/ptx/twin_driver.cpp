@@ -46,58 +46,90 @@ std::string Driver::open() {
   return {};
 }
 
-// With no input the kernel takes the output's address alone.
-std::vector<std::uint8_t> Driver::launch(const std::string& ptx, unsigned grid, unsigned block,
-                                         const void* input, std::size_t input_bytes,
-                                         std::size_t output_bytes) {
-  auto call = [&](auto* entry, const char* what, auto... arguments) {
-    require(entry(arguments...), what);
-  };
+std::uint64_t Driver::allocate(std::size_t bytes) {
+  Pointer address = 0;
+  require(function<int(Pointer*, std::size_t)>(library_, "cuMemAlloc_v2")(&address, bytes),
+          "cuMemAlloc");
+  return address;
+}
+
+void Driver::write(std::uint64_t address, const void* source, std::size_t bytes) {
+  require(function<int(Pointer, const void*, std::size_t)>(library_, "cuMemcpyHtoD_v2")(
+              address, source, bytes),
+          "cuMemcpyHtoD");
+}
+
+void Driver::read(void* destination, std::uint64_t address, std::size_t bytes) {
+  require(function<int(void*, Pointer, std::size_t)>(library_, "cuMemcpyDtoH_v2")(destination,
+                                                                                  address, bytes),
+          "cuMemcpyDtoH");
+}
+
+TensorMap Driver::encode(const TensorMapSpec& spec) {
+  // CUtensorMapDataType has the order of TensorType; interleave none, L2 promotion of 256 bytes.
+  using Encode = int(void*, int, unsigned, void*, const std::uint64_t*, const std::uint64_t*,
+                     const std::uint32_t*, const std::uint32_t*, int, int, int, int);
+  struct alignas(64) Aligned {
+    TensorMap map;
+  } result{};
+  require(function<Encode>(library_, "cuTensorMapEncodeTiled")(
+              &result, static_cast<int>(spec.type), static_cast<unsigned>(spec.rank),
+              reinterpret_cast<void*>(spec.address), spec.dimensions.data(),
+              spec.strides_bytes.data(), spec.box.data(), spec.element_strides.data(), 0,
+              static_cast<int>(spec.swizzle), 3, spec.nan_fill ? 1 : 0),
+          "cuTensorMapEncodeTiled");
+  return result.map;
+}
+
+Report Driver::launch(const std::string& ptx, const std::string& entry, const LaunchConfig& config,
+                      std::span<const std::byte> parameters) {
   void *module = nullptr, *kernel = nullptr;
-  call(function<int(void**, const void*)>(library_, "cuModuleLoadData"), "cuModuleLoadData",
-       &module, static_cast<const void*>(ptx.c_str()));
-  call(function<int(void**, void*, const char*)>(library_, "cuModuleGetFunction"),
-       "cuModuleGetFunction", &kernel, module, "test");
-  auto* allocate = function<int(Pointer*, std::size_t)>(library_, "cuMemAlloc_v2");
-  auto* release = function<int(Pointer)>(library_, "cuMemFree_v2");
-  auto* upload = function<int(Pointer, const void*, std::size_t)>(library_, "cuMemcpyHtoD_v2");
-  Pointer in = 0, out = 0;
-  std::vector<std::uint8_t> output(output_bytes, 0);
-  call(allocate, "cuMemAlloc", &out, output_bytes);
-  call(upload, "cuMemcpyHtoD", out, static_cast<const void*>(output.data()), output_bytes);
-  if (input_bytes != 0) {
-    call(allocate, "cuMemAlloc", &in, input_bytes);
-    call(upload, "cuMemcpyHtoD", in, input, input_bytes);
-  }
-  void* both[] = {&in, &out};
-  void* only[] = {&out};
+  require(function<int(void**, const void*)>(library_, "cuModuleLoadData")(&module, ptx.c_str()),
+          "cuModuleLoadData");
+  require(function<int(void**, void*, const char*)>(library_, "cuModuleGetFunction")(
+              &kernel, module, entry.c_str()),
+          "cuModuleGetFunction");
+  const int shared = static_cast<int>(config.dynamic_shared_bytes);
+  constexpr int kMaxDynamicShared = 8;
+  require(function<int(void*, int, int)>(library_, "cuFuncSetAttribute")(kernel, kMaxDynamicShared,
+                                                                         shared),
+          "cuFuncSetAttribute");
+  std::size_t bytes = parameters.size();
+  void* extra[] = {reinterpret_cast<void*>(1), const_cast<std::byte*>(parameters.data()),
+                   reinterpret_cast<void*>(2), &bytes, nullptr};
   using Launch = int(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                      void*, void**, void**);
-  require(function<Launch>(library_, "cuLaunchKernel")(kernel, grid, 1, 1, block, 1, 1, 0, nullptr,
-                                                       input_bytes != 0 ? both : only, nullptr),
+  require(function<Launch>(library_, "cuLaunchKernel")(
+              kernel, config.grid.x, config.grid.y, config.grid.z, config.block.x, config.block.y,
+              config.block.z, config.dynamic_shared_bytes, nullptr, nullptr, extra),
           "cuLaunchKernel");
-  call(function<int(void*, Pointer, std::size_t)>(library_, "cuMemcpyDtoH_v2"), "cuMemcpyDtoH",
-       static_cast<void*>(output.data()), out, output_bytes);
-  if (in != 0) release(in);
-  release(out);
+  require(function<int()>(library_, "cuCtxSynchronize")(), "the kernel");
   function<int(void*)>(library_, "cuModuleUnload")(module);
-  return output;
+  return {};
 }
 
 std::vector<std::uint64_t> Driver::run_case(const std::string& ptx,
                                             const std::vector<std::uint64_t>& input) {
-  const std::vector<std::uint8_t> bytes =
-      launch(ptx, 1, 32, input.data(), input.size() * 8, 32 * 8);
   std::vector<std::uint64_t> words(32);
-  std::memcpy(words.data(), bytes.data(), bytes.size());
+  const std::uint64_t pointers[2] = {allocate(input.size() * 8), allocate(words.size() * 8)};
+  write(pointers[0], input.data(), input.size() * 8);
+  LaunchConfig config;
+  config.block.x = 32;
+  launch(ptx, "test", config, std::as_bytes(std::span(pointers)));
+  read(words.data(), pointers[1], words.size() * 8);
   return words;
 }
 
 std::vector<std::uint32_t> Driver::run_program(const std::string& ptx, unsigned grid,
                                                unsigned block) {
-  const std::vector<std::uint8_t> bytes = launch(ptx, grid, block, nullptr, 0, 4096 * 4);
-  std::vector<std::uint32_t> words(4096);
-  std::memcpy(words.data(), bytes.data(), bytes.size());
+  std::vector<std::uint32_t> words(4096, 0);
+  const std::uint64_t out = allocate(words.size() * 4);
+  write(out, words.data(), words.size() * 4);
+  LaunchConfig config;
+  config.grid.x = grid;
+  config.block.x = block;
+  launch(ptx, "test", config, std::as_bytes(std::span(&out, 1)));
+  read(words.data(), out, words.size() * 4);
   return words;
 }
 
