@@ -15,6 +15,7 @@ namespace fovea::core {
 constexpr int64 min64(int64 a, int64 b) { return a < b ? a : b; }
 constexpr int64 max64(int64 a, int64 b) { return a > b ? a : b; }
 constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
+constexpr int64 round_up(int64 a, int64 b) { return ceil_div(a, b) * b; }
 
 // Folds the causal flag into the window: causal intersects, it never widens.
 constexpr Window effective_window(Window window, bool causal) {

@@ -29,8 +29,8 @@ struct Bf16Stream {
 
   template <int rows>
   static HWY_NOINLINE void multiply(const FourRows<Element>& keys, const uint16* queries,
-                                  int64 query_stride, int64 columns, float* scores,
-                                  int64 score_stride) {
+                                    int64 query_stride, int64 columns, float* scores,
+                                    int64 score_stride) {
     __m512 sum[rows][keys_at_once];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r) {
@@ -63,7 +63,7 @@ struct Bf16Stream {
 
   template <int rows>
   static HWY_NOINLINE void add(const FourRows<Element>& values, const float* scores, int64 key,
-                             int64 score_stride, int64 columns, float* out, int64 out_stride) {
+                               int64 score_stride, int64 columns, float* out, int64 out_stride) {
     __m512bh weight[rows][2];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r) {

@@ -15,6 +15,9 @@ inline constexpr core::int64 padded(core::int64 count, core::int64 multiple = ma
   return core::ceil_div(count, multiple) * multiple;
 }
 
+// Few rows: the most keys ahead of the products for which memory is asked.
+inline constexpr core::int64 most_keys_ahead = 64;
+
 // The scratch of one thread. Rows of scores are one vector longer than the tile so that successive
 // rows do not fall into the same cache set.
 struct TileScratch {
