@@ -136,8 +136,8 @@ class BenchCommand : public Command {
 
 BenchCommand::BenchCommand(CLI::App* app) : Command(app) {
   const auto text = [app](const char* flag, const char* type, const char* help,
-                          std::function<void(const std::string&)> read) {
-    add_text_option(*app, flag, std::move(read), help)->type_name(type);
+                          const std::function<void(const std::string&)>& read) {
+    add_text_option(*app, flag, read, help)->type_name(type);
   };
   text("--grid", "GRID", "paper, decode or cpu (the default, unless --d or --seqs is given)",
        [this](const std::string& t) {

@@ -61,7 +61,7 @@ void read_window(std::string_view text, ProblemOptions& options) {
 }  // namespace
 
 CLI::Option* add_text_option(CLI::App& app, const std::string& name,
-                             std::function<void(const std::string&)> read,
+                             const std::function<void(const std::string&)>& read,
                              const std::string& help) {
   return app.add_option_function<std::string>(name, read, help);
 }
@@ -116,8 +116,8 @@ void add_common_options(CLI::App& app, ProblemOptions& options) {
 
 void add_problem_options(CLI::App& app, ProblemOptions& options) {
   const auto text = [&app](const char* flag, const char* type, const char* help,
-                           std::function<void(const std::string&)> read) {
-    add_text_option(app, flag, std::move(read), help)->type_name(type)->group("Problem");
+                           const std::function<void(const std::string&)>& read) {
+    add_text_option(app, flag, read, help)->type_name(type)->group("Problem");
   };
   const auto flag = [&app](const char* name, bool& value, const char* help) {
     app.add_flag(name, value, help)->disable_flag_override()->group("Problem");

@@ -52,7 +52,8 @@ void add_common_options(CLI::App& app, ProblemOptions& options);
 
 // Adds an option whose text `read` takes; faults are Errors.
 CLI::Option* add_text_option(CLI::App& app, const std::string& name,
-                             std::function<void(const std::string&)> read, const std::string& help);
+                             const std::function<void(const std::string&)>& read,
+                             const std::string& help);
 
 [[nodiscard]] DType parse_dtype(std::string_view what, std::string_view text);
 // "b,hq,hkv,sq,sk,d" or "b,hq,hkv,sq,sk,d,dv".
