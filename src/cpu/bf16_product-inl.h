@@ -106,6 +106,7 @@ struct Bf16Products {
       for (int64 i = 0; i < 4; ++i) {
         uint16* to = stage + i * 2 * pairs;
         if (key + i < count) {
+          prefetch_row(rows, begin + key + i + rows_ahead, head_dim);
           pack_query(rows.view, rows.offset(begin + key + i), head_dim, to);
         } else {
           std::memset(to, 0, static_cast<std::size_t>(pairs) * sizeof(uint32));
@@ -126,6 +127,8 @@ struct Bf16Products {
     uint16* odd = even + padded;
     std::memset(even, 0, static_cast<std::size_t>(2 * padded) * sizeof(uint16));
     for (int64 key = 0; key < depth; key += 2) {
+      prefetch_row(rows, begin + key + rows_ahead, columns);
+      prefetch_row(rows, begin + key + 1 + rows_ahead, columns);
       copy_row_bf16(rows.view, rows.offset(begin + key), rows.view.stride[3], columns, even);
       if (key + 1 < count) {
         copy_row_bf16(rows.view, rows.offset(begin + key + 1), rows.view.stride[3], columns, odd);
@@ -143,6 +146,16 @@ struct Bf16Products {
         }
       }
     }
+  }
+
+  static bool has_nonfinite(const Element* values, int64 elements) {
+    const hn::Repartition<uint16, FloatTag> d;
+    const auto exponent = hn::Set(d, 0x7f80);
+    auto seen = hn::Zero(d);
+    for (int64 i = 0; i < elements; i += 2 * lanes) {
+      seen = hn::Max(seen, hn::And(hn::Load(d, values + i), exponent));
+    }
+    return !hn::AllFalse(d, hn::Eq(seen, exponent));
   }
 };
 

@@ -180,13 +180,16 @@ struct KeyRows {
   }
 };
 
+// How many rows ahead of packing memory is asked for.
+inline constexpr int64 rows_ahead = 8;
+
 // Asks for a row before it is packed. Rows are often a page apart (BSHD with many heads), where no
 // hardware prefetcher follows.
 HWY_INLINE void prefetch_row(const KeyRows& rows, int64 key, int64 columns) {
   if (key >= rows.sequence.length_k || rows.view.stride[3] != 1) return;
   const int64 bytes = core::size_bytes(rows.view.dtype);
   const char* row = static_cast<const char*>(rows.view.data) + rows.offset(key) * bytes;
-  for (int64 i = 0; i < columns * bytes; i += 64) hwy::Prefetch(row + i);
+  for (int64 i = 0; i < columns * bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
 }
 
 // How products in fp32 store and pack their operands. Serves fp32 exactly, and bf16 and fp16 on
@@ -222,6 +225,7 @@ struct Float32Products {
           std::memset(stage, 0, static_cast<std::size_t>(head_dim) * sizeof(float));
           continue;
         }
+        prefetch_row(rows, begin + key + i + rows_ahead, head_dim);
         const int64 offset = rows.offset(begin + key + i);
         if (direct) {
           row[i] = static_cast<const uint32*>(rows.view.data) + offset;
@@ -245,6 +249,7 @@ struct Float32Products {
         rows.view.dtype == core::DType::f32 && rows.view.stride[3] == 1 && padded == columns;
     for (int64 i = columns; i < padded; ++i) staging[i] = 0.0f;
     for (int64 key = 0; key < count; ++key) {
+      prefetch_row(rows, begin + key + rows_ahead, columns);
       const int64 offset = rows.offset(begin + key);
       const float* row = static_cast<const float*>(rows.view.data) + offset;
       if (!direct) {
@@ -259,6 +264,17 @@ struct Float32Products {
         }
       }
     }
+  }
+
+  // True if packed values hold an infinity or NaN; elements is a multiple of the lanes.
+  static bool has_nonfinite(const Element* values, int64 elements) {
+    const FloatTag d;
+    FloatVec nonfinite = hn::Zero(d);
+    for (int64 i = 0; i < elements; i += lanes) {
+      const FloatVec x = hn::Load(d, values + i);
+      nonfinite = hn::Add(nonfinite, hn::Sub(x, x));
+    }
+    return !hn::AllTrue(d, hn::Eq(nonfinite, hn::Zero(d)));
   }
 };
 

@@ -321,7 +321,7 @@ class PackedTile : TileRows<exp2_degree> {
                           [&](int64 row) { multiply_row(row, seen, keys); });
       }
     }
-    if (partial && this->has_nonfinite_values(this->tile_.head_kv, first_key, count)) {
+    if (partial && Products::has_nonfinite(values, packed_depth(count) * columns_of_values())) {
       add_values_row_by_row(first_key, count);
     } else {
       for (int64 b = 0; b < row_blocks(); ++b) convert_weights(b);
@@ -414,11 +414,13 @@ class PackedTile : TileRows<exp2_degree> {
     }
   }
 
+  static int64 packed_depth(int64 count) { return core::round_up(count, Products::depth_multiple); }
+  int64 columns_of_values() const { return padded_columns(this->p_.head_dim_v); }
+
   void multiply_values(int64 count, const Element* values) const {
     const TileScratch& s = this->scratch_;
-    constexpr int64 multiple = Products::depth_multiple;
-    const int64 depth = core::ceil_div(count, multiple) * multiple;
-    const int64 columns = padded_columns(this->p_.head_dim_v);
+    const int64 depth = packed_depth(count);
+    const int64 columns = columns_of_values();
     const int64 products = core::ceil_div(columns, panel_width) * row_blocks();
     int64 product = 0;
     for (int64 column = 0; column < columns; column += panel_width) {
