@@ -94,14 +94,17 @@ Report Driver::launch(const std::string& ptx, const std::string& entry, const La
   require(function<int(void*, int, int)>(library_, "cuFuncSetAttribute")(kernel, kMaxDynamicShared,
                                                                          shared),
           "cuFuncSetAttribute");
-  std::size_t bytes = parameters.size();
-  void* extra[] = {reinterpret_cast<void*>(1), const_cast<std::byte*>(parameters.data()),
-                   reinterpret_cast<void*>(2), &bytes, nullptr};
+  // One pointer per parameter: a packed buffer would have to know where the driver aligns the
+  // first.
+  std::vector<void*> pointers;
+  for (const std::uint32_t offset : Module::parse(ptx).kernel(entry).parameter_offsets) {
+    pointers.push_back(const_cast<std::byte*>(parameters.data()) + offset);
+  }
   using Launch = int(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                      void*, void**, void**);
   require(function<Launch>(library_, "cuLaunchKernel")(
               kernel, config.grid.x, config.grid.y, config.grid.z, config.block.x, config.block.y,
-              config.block.z, config.dynamic_shared_bytes, nullptr, nullptr, extra),
+              config.block.z, config.dynamic_shared_bytes, nullptr, pointers.data(), nullptr),
           "cuLaunchKernel");
   require(function<int()>(library_, "cuCtxSynchronize")(), "the kernel");
   function<int(void*)>(library_, "cuModuleUnload")(module);
