@@ -95,6 +95,20 @@ __forceinline__ void named_barrier_arrive() {
   asm volatile("bar.arrive %0, %1;" ::"n"(id), "n"(threads) : "memory");
 }
 
+// The same two for an id in a register. ptxas then reserves all 16 barriers, which costs nothing
+// where a CTA has the multiprocessor to itself.
+template <int threads>
+__forceinline__ void named_barrier_sync(int32 id) {
+  static_assert(threads % 32 == 0);
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(threads) : "memory");
+}
+
+template <int threads>
+__forceinline__ void named_barrier_arrive(int32 id) {
+  static_assert(threads % 32 == 0);
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(threads) : "memory");
+}
+
 // barrier.cluster.arrive, releasing this thread's writes to the cluster.
 __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -308,6 +322,25 @@ __forceinline__ void store_matrix_x4_transposed(SharedAddress row, uint32 m0, ui
       "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row.value),
       "r"(m0), "r"(m1), "r"(m2), "r"(m3)
       : "memory");
+}
+
+// mma.m16n8k16, bf16: d += a b for one warp. d is laid out as 16 rows of WgmmaAccumulator (tile.h), a
+// as 16 rows of WgmmaOperandA; lane l gives b of column l / 4 at k = 2 (l % 4) + {0, 1} and 8 on.
+__forceinline__ void mma_bf16(float& d0, float& d1, float& d2, float& d3, const uint32 (&a)[4],
+                              uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// mma.m16n8k16, f16
+__forceinline__ void mma_f16(float& d0, float& d1, float& d2, float& d3, const uint32 (&a)[4],
+                             uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // ---- Thread copies

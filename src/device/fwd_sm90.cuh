@@ -1,0 +1,896 @@
+// Attention, forward, on Hopper: out = softmax(transform(q k^T), where visible) v, and its LSE.
+//
+// One warp copies (TMA); two or three warpgroups compute, 64 query rows each. Budget of one step,
+// 128 rows x 128 keys x head_dim 128, in cycles of a multiprocessor (docs/kernels/fwd_sm90.md):
+//
+//   tensor cores    2 x 2 x 128 x 128 x 128 FLOP at 4096 a cycle               2048
+//   exponentials    128 x 128 at 16 a cycle                                    1024
+//   other issue     multiply-add, sum, half a conversion per score, 128 wide    ~320 of 4 slots
+//   copies          64 KB from L2 at 64 bytes a cycle                          1024
+//   shared memory   q twice, k and v once per warpgroup, 128 bytes a cycle     1280
+//
+// Three overlaps hide everything behind the tensor cores: the copying warp runs ahead by the ring;
+// warpgroups take turns at issuing products, so that one exponentiates while another multiplies;
+// and inside a warpgroup the scores of this tile and weights x values of the one before are in
+// flight together. Keys go from the last to the first: masked tiles come first.
+//
+// The softmax keeps no running maximum in tiles that no mask touches: docs/kernels/softmax.md.
+#pragma once
+
+#include "core/config.h"
+#include "core/mask.h"
+#include "device/pipeline.h"
+#include "device/tma.h"
+#include "device/wgmma.h"
+
+namespace fovea::device {
+
+using core::DType;
+using core::FwdConfig;
+using core::FwdParams;
+using core::infinity;
+using core::ScoreTransform;
+using core::SoftmaxPolicy;
+
+// ---- Tiles: which rows, which keys --------------------------------------------------------------
+
+// Rows [q_begin, q_begin + rows) of one head of one sequence, and the blocks of keys they visit
+// (core/mask.h): [begin, full_begin) and [full_end, end) are touched by a mask.
+struct FwdTile {
+  int32 head, head_kv;
+  int32 batch_q, batch_k;  // coordinates in q and out, k and v
+  int32 row_q, row_k;      // first row of the sequence there
+  int32 capacity_q, length_q, length_k;
+  int32 q_begin;
+  int32 key_begin, key_end;  // keys that any row sees
+  int32 begin, full_begin, full_end, end;
+
+  int32 last;  // nonzero behind the last tile
+
+  __forceinline__ bool exists() const { return q_begin < capacity_q; }
+  __forceinline__ int32 count() const { return end - begin; }
+};
+
+// ---- Plan: shared memory, barriers, registers ---------------------------------------------------
+
+// Tiles are panels of 64 columns, each [row][64] with the 128-byte swizzle.
+template <FwdConfig C>
+struct FwdPlan {
+  static constexpr int32 rows = core::rows_of(C);
+  static constexpr int32 panels_qk = core::panels(C.head_dim);
+  static constexpr int32 panels_v = core::panels(C.head_dim_v);
+  static constexpr uint32 row_bytes = 2 * core::panel_columns;
+  static constexpr uint32 group_bytes = 8 * row_bytes;  // 8 rows: the period of the swizzle
+  static constexpr uint32 q_bytes = rows * panels_qk * row_bytes;
+  static constexpr uint32 k_bytes = C.tile_k * panels_qk * row_bytes;
+  static constexpr uint32 v_bytes = C.tile_k * panels_v * row_bytes;
+  static constexpr int32 out_panels = C.out_apart ? panels_v : 0;
+
+  alignas(1024) uint8 q[q_bytes];
+  alignas(1024) uint8 k[C.stages][k_bytes];
+  alignas(1024) uint8 v[C.stages][v_bytes];
+  alignas(1024) uint8 out[C.out_apart ? rows * panels_v * row_bytes : 1024];
+  Ring<C.stages> k_ring;  // full: 1 producer and the bytes; free: each computing warp
+  Ring<C.stages> v_ring;
+  Ring<1> q_ring;
+  Ring<2> tile_ring;  // full: 1 producer; free: each computing warp
+  FwdTile tiles[2];
+
+  static constexpr uint32 consumer_warps = 4 * C.warpgroups;
+  static constexpr int32 consumer_threads = 128 * C.warpgroups;
+
+  // Named barriers. 0 is __syncthreads.
+  static constexpr int32 turn_barrier = 1;     // + warpgroup: its turn to issue products
+  static constexpr int32 group_barrier = 5;    // + warpgroup: its own 128 threads
+  static constexpr int32 compute_barrier = 9;  // all computing threads
+
+  static_assert(C.dtype == DType::bf16 || C.dtype == DType::f16);
+  static_assert(C.warpgroups == 2 || C.warpgroups == 3, "the register pool is split for these");
+  static_assert(C.head_dim % 16 == 0 && C.head_dim_v % 16 == 0);
+  static_assert(C.head_dim <= 256 && C.head_dim_v <= 256);
+  static_assert(C.tile_k % 16 == 0 && C.tile_k <= 256);
+  static_assert(C.out_apart || C.head_dim >= C.head_dim_v, "out is staged where q was");
+  static_assert(!C.tma_out || C.out_dtype == C.dtype);
+};
+
+// ---- From an index to a tile --------------------------------------------------------------------
+
+template <FwdConfig C>
+__forceinline__ void find_sequence(FwdTile& tile, const FwdParams& params, int32 b) {
+  tile.batch_q = tile.batch_k = b;
+  tile.row_q = tile.row_k = 0;
+  tile.capacity_q = tile.length_q = params.seqlen_q;
+  tile.length_k = params.seqlen_k;
+  if constexpr (C.ragged) {
+    // One sequence more than there are: rows behind the last one, which belong to no query.
+    const bool real = b < params.sequences;
+    if (params.cu_seqlens_q != nullptr) {
+      tile.batch_q = 0;
+      tile.row_q = params.cu_seqlens_q[b];
+      tile.capacity_q = (real ? params.cu_seqlens_q[b + 1] : params.total_q) - tile.row_q;
+      tile.length_q = tile.capacity_q;
+    }
+    if (!real) {
+      tile.length_q = tile.length_k = 0;
+      return;
+    }
+    if (params.seqused_q != nullptr) tile.length_q = params.seqused_q[b];
+    if (params.cu_seqlens_k != nullptr) {
+      tile.batch_k = 0;
+      tile.row_k = params.cu_seqlens_k[b];
+      tile.length_k = params.cu_seqlens_k[b + 1] - tile.row_k;
+    }
+    if (params.seqused_k != nullptr) tile.length_k = params.seqused_k[b];
+  }
+}
+
+template <FwdConfig C>
+__forceinline__ void find_blocks(FwdTile& tile, const FwdParams& params) {
+  const int32 q_end = min(tile.q_begin + core::rows_of(C), tile.length_q);
+  tile.key_begin = tile.begin = tile.full_begin = 0;
+  tile.key_end = tile.q_begin < q_end ? tile.length_k : 0;
+  tile.end = (tile.key_end + C.tile_k - 1) / C.tile_k;
+  tile.full_end = tile.key_end / C.tile_k;
+  if constexpr (core::is_windowed(C)) {
+    const core::Window window{params.window_left, params.window_right};
+    const core::KeyRange keys =
+        core::union_range(window, tile.length_q, tile.length_k, tile.q_begin, q_end);
+    const core::BlockRange blocks =
+        core::block_range(window, tile.length_q, tile.length_k, tile.q_begin, q_end, C.tile_k);
+    tile.key_begin = static_cast<int32>(keys.begin);
+    tile.key_end = static_cast<int32>(keys.end);
+    tile.begin = static_cast<int32>(blocks.begin);
+    tile.full_begin = static_cast<int32>(blocks.full_begin);
+    tile.full_end = static_cast<int32>(blocks.full_end);
+    tile.end = static_cast<int32>(blocks.end);
+    // No full block: all of them belong to the first masked loop.
+    if (tile.full_begin >= tile.full_end) tile.full_begin = tile.full_end = tile.begin;
+  }
+}
+
+// Tiles of `section` (batch, head) pairs are dealt together, so that their keys stay in L2; within
+// a section the last rows, which see most keys under a causal mask, come first.
+template <FwdConfig C>
+__forceinline__ FwdTile find_tile(const FwdParams& params, int32 index) {
+  const int32 pairs = params.batch * params.heads_q;
+  const int32 section = index / (params.section * params.q_blocks);
+  const int32 first = section * params.section;
+  const int32 width = min(params.section, pairs - first);
+  const int32 rest = index - first * params.q_blocks;
+  const int32 block = params.q_blocks - 1 - rest / width;
+  const int32 pair = first + rest % width;
+  FwdTile tile;
+  const int32 b = pair / params.heads_q;
+  tile.head = pair - b * params.heads_q;
+  tile.head_kv = tile.head / params.group_size;
+  tile.last = 0;
+  tile.q_begin = block * core::rows_of(C);
+  find_sequence<C>(tile, params, b);
+  find_blocks<C>(tile, params);
+  return tile;
+}
+
+// The tile that this CTA takes in round r when tiles are dealt in advance. Rounds alternate in
+// direction, so that a CTA with a long tile in one has a short one in the next.
+__forceinline__ int32 tile_index(int32 round) {
+  const int32 width = static_cast<int32>(gridDim.x);
+  const int32 place = static_cast<int32>(blockIdx.x);
+  return round * width + (round % 2 == 0 ? place : width - 1 - place);
+}
+
+// ---- Role: load, one thread ---------------------------------------------------------------------
+
+template <FwdConfig C>
+struct Load {
+  FwdPlan<C>& plan;
+  const FwdParams& params;
+  RingState<C.stages> k_state, v_state;
+  RingState<1> q_state;
+  RingState<2> tile_state;
+
+  __forceinline__ void load_q(const FwdTile& tile) {
+    plan.q_ring.wait_free(q_state);
+    plan.q_ring.expect(q_state, FwdPlan<C>::q_bytes);
+    const CachePolicy once = cache_policy_evict_first();
+#pragma unroll
+    for (int32 panel = 0; panel < FwdPlan<C>::panels_qk; ++panel) {
+      const SharedAddress target =
+          shared_address(plan.q) + panel * FwdPlan<C>::rows * FwdPlan<C>::row_bytes;
+      tma_load(target, &params.q, plan.q_ring.full[0],
+               {panel * core::panel_columns, tile.row_q + tile.q_begin, tile.head, tile.batch_q},
+               once);
+    }
+    q_state.advance();
+  }
+
+  template <int32 panel_count>
+  __forceinline__ void load_keys(const TensorMap* map, Ring<C.stages>& ring,
+                                 RingState<C.stages>& state, const uint8* memory,
+                                 const FwdTile& tile, int32 block) {
+    constexpr uint32 panel_bytes = C.tile_k * FwdPlan<C>::row_bytes;
+    ring.wait_free(state);
+    ring.expect(state, panel_count * panel_bytes);
+    const CachePolicy again = cache_policy_evict_last();
+    const SharedAddress target =
+        shared_address(memory) + static_cast<uint32>(state.stage) * (panel_count * panel_bytes);
+#pragma unroll
+    for (int32 panel = 0; panel < panel_count; ++panel) {
+      tma_load(
+          target + panel * panel_bytes, map, ring.full[state.stage],
+          {panel * core::panel_columns, tile.row_k + block * C.tile_k, tile.head_kv, tile.batch_k},
+          again);
+    }
+    state.advance();
+  }
+
+  // Tells the computing warps which tile comes next.
+  __forceinline__ void publish(const FwdTile& tile) {
+    plan.tile_ring.wait_free(tile_state);
+    plan.tiles[tile_state.stage] = tile;
+    mbarrier_arrive(plan.tile_ring.full[tile_state.stage]);
+    tile_state.advance();
+  }
+
+  // Values lag one block behind keys, as the products do.
+  __forceinline__ void load_tile(const FwdTile& tile) {
+    load_q(tile);
+    for (int32 block = tile.end - 1; block >= tile.begin - 1; --block) {
+      if (block >= tile.begin) {
+        load_keys<FwdPlan<C>::panels_qk>(&params.k, plan.k_ring, k_state, plan.k[0], tile, block);
+      }
+      if (block + 1 < tile.end) {
+        load_keys<FwdPlan<C>::panels_v>(&params.v, plan.v_ring, v_state, plan.v[0], tile,
+                                        block + 1);
+      }
+    }
+  }
+
+  // Tiles as they come: the first by place, further ones from a counter that all CTAs share, or,
+  // without one, in rounds. The counter's answer is awaited under the loads of the tile before.
+  __forceinline__ int32 next(int32 round) {
+    if (params.scheduler == nullptr || round == 0) return tile_index(round);
+    return static_cast<int32>(gridDim.x + atomicAdd(params.scheduler, 1u));
+  }
+
+  __forceinline__ void run() {
+    FwdTile tile;
+    int32 index = next(0);
+    for (int32 round = 1; index < params.tiles; ++round) {
+      tile = find_tile<C>(params, index);
+      const bool exists = tile.exists();
+      if (exists) publish(tile);
+      index = C.persistent ? next(round) : params.tiles;
+      if (exists && tile.count() > 0) load_tile(tile);
+    }
+    tile.last = 1;
+    publish(tile);
+    if (C.persistent && params.scheduler != nullptr) {
+      // The last CTA to ask leaves the counters as it found them.
+      if (atomicAdd(params.scheduler + 1, 1u) == gridDim.x - 1) {
+        params.scheduler[0] = params.scheduler[1] = 0;
+      }
+    }
+  }
+};
+
+// ---- Small pieces of the softmax ----------------------------------------------------------------
+
+__forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+__forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+template <DType dtype>
+__forceinline__ uint32 pack(float low, float high) {
+  return dtype == DType::bf16 ? pack_bf16x2(low, high) : pack_f16x2(low, high);
+}
+
+// tanh by the exponential: exact to fp32 rounding of its argument, unlike tanh.approx (2^-11).
+__forceinline__ float tanh_accurate(float x) {
+  const float e = exp2_approximate(x * (2.0f * core::log2_e));
+  return fmaf(-2.0f, reciprocal_approximate(e + 1.0f), 1.0f);
+}
+
+// ---- Role: compute, one warpgroup ---------------------------------------------------------------
+//
+// A thread holds rows 16 warp + lane / 4 (half 0) and 8 below (half 1) of its warpgroup's 64, and
+// every fourth pair of columns: element i of a register array is in half (i / 2) % 2 (tile.h,
+// WgmmaAccumulator).
+
+template <FwdConfig C>
+struct Compute {
+  using Plan = FwdPlan<C>;
+  static constexpr int32 score_count = C.tile_k / 2;
+  static constexpr int32 output_count = C.head_dim_v / 2;
+
+  Plan& plan;
+  const FwdParams& params;
+  const int32 warpgroup;  // 0 based among the computing ones
+  RingState<C.stages> k_state, v_state;
+  RingState<1> q_state;
+  RingState<2> tile_state;
+
+  float scores[score_count];         // [64 x tile_k]: raw, then exponentials
+  uint32 weights[C.tile_k / 16][4];  // the same as operand A, 16 bits each
+  float output[output_count];        // [64 x head_dim_v]
+  float reference[2];                // per half, in log2 units: core/softmax.h
+  float sum[2];                      // this thread's share
+
+  __forceinline__ int32 warp() const { return warp_index() % 4; }
+  __forceinline__ int32 first_row() const {
+    return 64 * warpgroup + 16 * warp() + lane_index() / 4;
+  }
+
+  // -- Turns: who may issue products
+
+  __forceinline__ void take_turn() {
+    if constexpr (C.ping_pong) named_barrier_sync<256>(Plan::turn_barrier + warpgroup);
+  }
+  __forceinline__ void pass_turn() {
+    if constexpr (C.ping_pong) {
+      const int32 next = warpgroup + 1 == C.warpgroups ? 0 : warpgroup + 1;
+      named_barrier_arrive<256>(Plan::turn_barrier + next);
+    }
+  }
+
+  // -- Products. Each warp releases for itself: its wait covers its own part of a product.
+
+  __forceinline__ void issue_scores() {
+    plan.k_ring.wait_full(k_state);
+    const SharedAddress q = shared_address(plan.q) + warpgroup * (64 * Plan::row_bytes);
+    const SharedAddress k =
+        shared_address(plan.k[0]) + static_cast<uint32>(k_state.stage) * Plan::k_bytes;
+    const uint64 q_tile = wgmma_descriptor(Swizzle::b128, q.value, 0, Plan::group_bytes);
+    const uint64 k_tile = wgmma_descriptor(Swizzle::b128, k.value, 0, Plan::group_bytes);
+    wgmma_fence();
+#pragma unroll
+    for (int32 step = 0; step < C.head_dim / 16; ++step) {
+      const uint32 panel = step / 4;
+      const uint32 inside = (step % 4) * 32;  // 16 elements
+      fwd_scores(scores, descriptor_advance(q_tile, panel * Plan::rows * Plan::row_bytes + inside),
+                 descriptor_advance(k_tile, panel * C.tile_k * Plan::row_bytes + inside), step > 0);
+    }
+    wgmma_commit();
+  }
+
+  __forceinline__ void issue_output() {
+    plan.v_ring.wait_full(v_state);
+    const SharedAddress v =
+        shared_address(plan.v[0]) + static_cast<uint32>(v_state.stage) * Plan::v_bytes;
+    const uint64 v_tile =
+        wgmma_descriptor(Swizzle::b128, v.value, C.tile_k * Plan::row_bytes, Plan::group_bytes);
+    wgmma_fence();
+#pragma unroll
+    for (int32 step = 0; step < C.tile_k / 16; ++step) {
+      fwd_output(output, weights[step], descriptor_advance(v_tile, step * 16 * Plan::row_bytes),
+                 true);
+    }
+    wgmma_commit();
+  }
+
+  __forceinline__ void release_k() {
+    if (lane_index() == 0) plan.k_ring.release(k_state);
+    k_state.advance();
+  }
+  __forceinline__ void release_v() {
+    if (lane_index() == 0) plan.v_ring.release(v_state);
+    v_state.advance();
+  }
+  __forceinline__ void release_q() {
+    if (lane_index() == 0) plan.q_ring.release(q_state);
+    q_state.advance();
+  }
+
+  // -- Scores
+
+  __forceinline__ float scale() const {
+    return C.transform == ScoreTransform::none ? params.scale_log2 : 1.0f;
+  }
+
+  __forceinline__ void transform() {
+    if constexpr (C.transform == ScoreTransform::scale) {
+#pragma unroll
+      for (int32 i = 0; i < score_count; ++i) scores[i] *= params.transform_in;
+    } else if constexpr (C.transform == ScoreTransform::softcap) {
+#pragma unroll
+      for (int32 i = 0; i < score_count; ++i) {
+        scores[i] = tanh_accurate(scores[i] * params.transform_in) * params.transform_out;
+      }
+    }
+  }
+
+  // Hides what a row does not see: selects, so that what was there reaches nothing.
+  __forceinline__ void mask(const FwdTile& tile, int32 block) {
+    int32 first[2];  // of the visible columns, seen from this thread's first column
+    uint32 width[2];
+#pragma unroll
+    for (int32 half = 0; half < 2; ++half) {
+      int32 begin = 0;
+      int32 end = tile.length_k;
+      if constexpr (core::is_windowed(C)) {
+        const int32 position =
+            tile.q_begin + first_row() + 8 * half + tile.length_k - tile.length_q;
+        if constexpr (C.bound_left) begin = max(0, position - params.window_left);
+        if constexpr (C.bound_right) end = min(end, position + params.window_right + 1);
+      }
+      const int32 origin = block * C.tile_k + 2 * (lane_index() % 4);
+      first[half] = begin - origin;
+      width[half] = static_cast<uint32>(max(0, end - begin));
+    }
+#pragma unroll
+    for (int32 i = 0; i < score_count; ++i) {
+      const int32 half = (i / 2) % 2;
+      const int32 column = 8 * (i / 4) + i % 2;
+      if (static_cast<uint32>(column - first[half]) >= width[half]) scores[i] = -infinity;
+    }
+  }
+
+  // -- Softmax
+
+  // Beyond this, score x scale inside the multiply-add and the reference, which was rounded, may
+  // differ by more than the logits do: scaling must round first, on both sides alike.
+  static __forceinline__ bool far(float reference) { return !(fabsf(reference) < 2048.0f); }
+
+  // Exponentials with the tile's true maximum known first. Gives the factors by which what was
+  // summed before must shrink.
+  __forceinline__ void exponentiate_exact(float (&factor)[2]) {
+    float top[2] = {-infinity, -infinity};
+#pragma unroll
+    for (int32 i = 0; i < score_count; ++i) {
+      top[(i / 2) % 2] = fmaxf(top[(i / 2) % 2], scores[i]);
+    }
+    constexpr float threshold =
+        C.softmax == SoftmaxPolicy::online ? 0.0f : core::rescale_threshold_log2;
+    float base[2];
+    float part[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int32 half = 0; half < 2; ++half) {
+      const core::Rescale raised =
+          core::raise_reference(reference[half], quad_max(top[half]) * scale(), threshold);
+      reference[half] = raised.reference;
+      factor[half] = exp2_approximate(raised.factor_log2);
+      // A row that saw nothing yet keeps -infinity, but may not subtract it.
+      base[half] = raised.reference > -infinity ? -raised.reference : 0.0f;
+    }
+    float by = scale();
+    if (__any_sync(0xffffffffu, far(base[0]) || far(base[1]))) {
+#pragma unroll
+      for (int32 i = 0; i < score_count; ++i) scores[i] *= by;
+      by = 1.0f;
+    }
+#pragma unroll
+    for (int32 i = 0; i < score_count; ++i) {
+      const int32 half = (i / 2) % 2;
+      scores[i] = exp2_approximate(fmaf(scores[i], by, base[half]));
+      part[half] += scores[i];
+    }
+#pragma unroll
+    for (int32 half = 0; half < 2; ++half) sum[half] = fmaf(sum[half], factor[half], part[half]);
+  }
+
+  // Exponentials with the reference known before; part bounds the largest of them.
+  __forceinline__ void exponentiate_guarded(float (&part)[2]) {
+    // A reference too far out, or none yet, is left to repair(): infinity cannot pass the vote.
+    const float base[2] = {far(reference[0]) ? infinity : -reference[0],
+                           far(reference[1]) ? infinity : -reference[1]};
+    part[0] = part[1] = 0.0f;
+#pragma unroll
+    for (int32 i = 0; i < score_count; i += 2) {
+      const int32 half = (i / 2) % 2;
+      scores[i] = exp2_approximate(fmaf(scores[i], scale(), base[half]));
+      scores[i + 1] = exp2_approximate(fmaf(scores[i + 1], scale(), base[half]));
+      part[half] += scores[i] + scores[i + 1];
+    }
+  }
+
+  // One vote of the warp. NaN counts as beyond: a row that has seen nothing gives infinity, or NaN.
+  __forceinline__ bool beyond_guard(const float (&part)[2]) {
+    return __any_sync(0xffffffffu, !(part[0] + part[1] <= core::rescale_threshold));
+  }
+
+  __forceinline__ void scale_output(const float (&factor)[2]) {
+#pragma unroll
+    for (int32 i = 0; i < output_count; ++i) output[i] *= factor[(i / 2) % 2];
+  }
+
+  __forceinline__ void count(int32 which, bool happened) {
+    if (params.counters != nullptr && happened && lane_index() % 4 == 0) {
+      atomicAdd(params.counters + which, 1ull);
+    }
+  }
+
+  // The scores of an unmasked tile again, this warp's 16 rows, by mma and from global memory: the
+  // ring has let go of the keys.
+  __forceinline__ void compute_scores_again(const FwdTile& tile, int32 block) {
+#pragma unroll
+    for (int32 i = 0; i < score_count; ++i) scores[i] = 0.0f;
+    const int32 lane = lane_index();
+    const int64 stride = params.key_stride[1];
+    const uint16* keys = params.keys + tile.batch_k * params.key_stride[0] +
+                         tile.head_kv * params.key_stride[2] +
+                         (tile.row_k + block * C.tile_k + lane / 4) * stride + 2 * (lane % 4);
+    const int32 row = 64 * warpgroup + 16 * warp() + StoreMatrixX4::row(lane);
+#pragma unroll 1
+    for (int32 d = 0; d < C.head_dim; d += 16) {
+      uint32 a[4];
+      load_matrix_x4(a, shared_address(plan.q) + panel_offset(Swizzle::b128, Plan::rows, row,
+                                                              2 * (d + StoreMatrixX4::col(lane))));
+      const bool low = d + 2 * (lane % 4) < params.head_dim;
+      const bool high = d + 8 + 2 * (lane % 4) < params.head_dim;
+      const uint16* key = keys + d;
+#pragma unroll
+      for (int32 n = 0; n < C.tile_k / 8; ++n, key += 8 * stride) {
+        // No instruction: one address and one load at a time, since registers are dearer than time.
+        asm volatile("" : "+l"(key)::"memory");
+        const uint32 b0 = low ? *reinterpret_cast<const uint32*>(key) : 0u;
+        const uint32 b1 = high ? *reinterpret_cast<const uint32*>(key + 8) : 0u;
+        if constexpr (C.dtype == DType::bf16) {
+          mma_bf16(scores[4 * n], scores[4 * n + 1], scores[4 * n + 2], scores[4 * n + 3], a, b0,
+                   b1);
+        } else {
+          mma_f16(scores[4 * n], scores[4 * n + 1], scores[4 * n + 2], scores[4 * n + 3], a, b0,
+                  b1);
+        }
+      }
+    }
+    transform();
+  }
+
+  // A vote fell: some row of this warp has outgrown its reference. Nothing is in flight here.
+  __forceinline__ void repair(const FwdTile& tile, int32 block, const float (&part)[2]) {
+    float factor[2];
+    const float top[2] = {quad_max(part[0]), quad_max(part[1])};
+    if (__any_sync(0xffffffffu, !(part[0] < infinity) || !(part[1] < infinity))) {
+      compute_scores_again(tile, block);
+      exponentiate_exact(factor);
+      count(1, true);
+      count(1, true);
+    } else {
+#pragma unroll
+      for (int32 half = 0; half < 2; ++half) {
+        const bool grown = top[half] > core::rescale_threshold;
+        const float raised =
+            reference[half] + (grown ? static_cast<float>(core::guard_exponent(top[half])) : 0.0f);
+        factor[half] = exp2_approximate(reference[half] - raised);  // a power of two
+        reference[half] = raised;
+        sum[half] = factor[half] * (sum[half] + part[half]);
+        count(0, grown);
+      }
+#pragma unroll
+      for (int32 i = 0; i < score_count; ++i) scores[i] *= factor[(i / 2) % 2];
+    }
+    scale_output(factor);
+  }
+
+  __forceinline__ void convert() {
+#pragma unroll
+    for (int32 i = 0; i < score_count / 2; ++i) {
+      weights[i / 4][i % 4] = pack<C.dtype>(scores[2 * i], scores[2 * i + 1]);
+    }
+  }
+
+  // -- Values that no row sees: 0 x NaN is NaN, so their rows are cleared before the product.
+
+  __forceinline__ void clear_unseen_values(const FwdTile& tile, int32 block) {
+    if constexpr (core::is_windowed(C) || C.ragged) {
+      const int32 begin = max(0, tile.key_begin - block * C.tile_k);
+      const int32 end = min(C.tile_k, tile.key_end - block * C.tile_k);
+      if (begin == 0 && end == C.tile_k) return;
+      plan.v_ring.wait_full(v_state);
+      const SharedAddress v =
+          shared_address(plan.v[0]) + static_cast<uint32>(v_state.stage) * Plan::v_bytes;
+      int32 thread = 128 * warpgroup + static_cast<int32>(threadIdx.x % 128);
+      // No instruction: what follows from it is not worth registers all along the tile.
+      asm volatile("" : "+r"(thread));
+      constexpr int32 chunks = 8 * Plan::panels_v;  // of 16 bytes in a row; swizzling permutes them
+#pragma unroll 1
+      for (int32 i = thread; i < C.tile_k * chunks; i += Plan::consumer_threads) {
+        const int32 key = i / chunks;
+        if (key >= begin && key < end) continue;
+        const int32 panel = (i % chunks) / 8;
+        store_shared_x4(v + (panel * C.tile_k + key) * Plan::row_bytes + (i % 8) * 16,
+                        uint4{0, 0, 0, 0});
+      }
+      fence_proxy_async_shared();
+      named_barrier_sync<Plan::compute_barrier, Plan::consumer_threads>();
+    }
+  }
+
+  // -- Steps over key blocks
+
+  // The first block: its scores alone.
+  __forceinline__ void begin(const FwdTile& tile) {
+    plan.q_ring.wait_full(q_state);
+    take_turn();
+    issue_scores();
+    pass_turn();
+    reference[0] = reference[1] = -infinity;
+    sum[0] = sum[1] = 0.0f;
+#pragma unroll
+    for (int32 i = 0; i < output_count; ++i) output[i] = 0.0f;
+    wgmma_wait<0>();
+    wgmma_hold(scores);
+    release_k();
+    transform();
+    const int32 block = tile.end - 1;
+    if (core::is_windowed(C) || block >= tile.full_end) mask(tile, block);
+    float factor[2];
+    exponentiate_exact(factor);
+    convert();
+    if (tile.count() > 1) clear_unseen_values(tile, block);
+  }
+
+  __forceinline__ void settle_output() {
+    wgmma_wait<0>();
+    wgmma_hold(output);
+    release_v();
+  }
+
+  // A further block: its scores, and the output of the block before.
+  template <bool masked>
+  __forceinline__ void advance(const FwdTile& tile, int32 block) {
+    take_turn();
+    if constexpr (C.overlap) {
+      issue_scores();
+      issue_output();
+      pass_turn();
+      wgmma_wait<1>();
+    } else {
+      issue_output();
+      settle_output();
+      issue_scores();
+      pass_turn();
+      wgmma_wait<0>();
+    }
+    wgmma_hold(scores);
+    release_k();
+    transform();
+    if constexpr (masked || C.softmax != SoftmaxPolicy::sum_guard) {
+      if constexpr (masked) mask(tile, block);
+      float factor[2];
+      exponentiate_exact(factor);
+      const bool rescale = C.softmax == SoftmaxPolicy::online ||
+                           __any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f);
+      if constexpr (C.overlap) settle_output();
+      if (rescale) scale_output(factor);
+    } else {
+      float part[2];
+      exponentiate_guarded(part);
+      const bool grown = beyond_guard(part);
+      if constexpr (C.overlap) settle_output();
+      if (grown) {
+        repair(tile, block, part);
+      } else {
+        sum[0] += part[0];
+        sum[1] += part[1];
+      }
+    }
+    convert();
+  }
+
+  // The last block's output.
+  __forceinline__ void end(const FwdTile& tile) {
+    clear_unseen_values(tile, tile.begin);
+    take_turn();
+    issue_output();
+    pass_turn();
+    if constexpr (C.out_apart || !C.tma_out) release_q();
+    settle_output();
+  }
+
+  // -- Results
+
+  // Divides by the sum, writes the LSE.
+  __forceinline__ void finish(const FwdTile& tile) {
+    float factor[2];
+    bool alive[2];
+#pragma unroll
+    for (int32 half = 0; half < 2; ++half) {
+      const int32 row = tile.q_begin + first_row() + 8 * half;
+      const float seen = quad_sum(sum[half]);  // of every lane: no branch around it
+      float total = seen;
+      float top = reference[half];
+      float share = 1.0f;
+      if constexpr (C.has_sink) {
+        const float sink = params.sink[tile.head * params.sink_stride] * core::log2_e;
+        top = sink > reference[half] ? sink : reference[half];
+        const float base = top > -infinity ? top : 0.0f;
+        share = exp2_approximate(reference[half] - base);
+        total = fmaf(total, share, exp2_approximate(sink - base));
+      }
+      const bool used = row < tile.length_q;
+      alive[half] = used && !(seen == 0.0f);
+      factor[half] = share * reciprocal_approximate(total);
+      if (params.lse != nullptr && lane_index() % 4 == 0 && row < tile.capacity_q) {
+        const bool some = used && !(total == 0.0f);
+        params.lse[tile.batch_q * params.lse_stride[0] + tile.head * params.lse_stride[1] +
+                   (tile.row_q + row) * params.lse_stride[2]] =
+            some ? (top + log2_approximate(total)) * core::ln_2 : -infinity;
+      }
+    }
+#pragma unroll
+    for (int32 i = 0; i < output_count; ++i) {
+      const int32 half = (i / 2) % 2;
+      output[i] = alive[half] ? output[i] * factor[half] : 0.0f;
+    }
+  }
+
+  // Through shared memory, in one piece.
+  __forceinline__ void store_tile(const FwdTile& tile) {
+    const SharedAddress staging = C.out_apart ? shared_address(plan.out) : shared_address(plan.q);
+    const bool leader = threadIdx.x % 128 == 0;
+    if constexpr (C.out_apart) {
+      // The tile before has left.
+      if (leader) bulk_wait_read<0>();
+      named_barrier_sync<128>(Plan::group_barrier + warpgroup);
+    }
+    const int32 lane = lane_index();
+    const int32 row = 64 * warpgroup + 16 * warp() + StoreMatrixX4::row(lane);
+#pragma unroll
+    for (int32 j = 0; j < 4 * Plan::panels_v; ++j) {  // 16 columns each; zeros fill the last panel
+      uint32 words[4] = {};
+      if (j < C.head_dim_v / 16) {
+#pragma unroll
+        for (int32 i = 0; i < 4; ++i) {
+          words[i] = pack<C.dtype>(output[8 * j + 2 * i], output[8 * j + 2 * i + 1]);
+        }
+      }
+      const uint32 offset =
+          panel_offset(Swizzle::b128, Plan::rows, row, 2 * (16 * j + StoreMatrixX4::col(lane)));
+      store_matrix_x4(staging + offset, words[0], words[1], words[2], words[3]);
+    }
+    fence_proxy_async_shared();
+    named_barrier_sync<128>(Plan::group_barrier + warpgroup);
+    if (leader) {
+#pragma unroll
+      for (int32 panel = 0; panel < Plan::panels_v; ++panel) {
+        tma_store(&params.out_map,
+                  staging + (panel * Plan::rows + 64 * warpgroup) * Plan::row_bytes,
+                  {panel * core::panel_columns, tile.row_q + tile.q_begin + 64 * warpgroup,
+                   tile.head, tile.batch_q});
+      }
+      bulk_commit();
+      if constexpr (!C.out_apart) bulk_wait_read<0>();
+    }
+    // q may be overwritten only when out has been read.
+    if constexpr (!C.out_apart) named_barrier_sync<128>(Plan::group_barrier + warpgroup);
+  }
+
+  __forceinline__ void store_element(int64 offset, float value) {
+    if constexpr (C.out_dtype == DType::f32) {
+      static_cast<float*>(params.out)[offset] = value;
+    } else {
+      static_cast<uint16*>(params.out)[offset] =
+          static_cast<uint16>(pack<C.out_dtype>(value, 0.0f) & 0xffffu);
+    }
+  }
+
+  // From registers, row by row: where rows end inside the tile, or out suits no copy engine.
+  __forceinline__ void store_rows(const FwdTile& tile) {
+#pragma unroll
+    for (int32 half = 0; half < 2; ++half) {
+      const int32 row = tile.q_begin + first_row() + 8 * half;
+      if (row >= tile.capacity_q) continue;
+      const int64 base = tile.batch_q * params.out_stride[0] +
+                         (tile.row_q + row) * params.out_stride[1] +
+                         tile.head * params.out_stride[2];
+#pragma unroll
+      for (int32 j = 0; j < C.head_dim_v / 8; ++j) {
+        const int32 column = 8 * j + 2 * (lane_index() % 4);
+        const float low = output[4 * j + 2 * half];
+        const float high = output[4 * j + 2 * half + 1];
+        if constexpr (C.tma_out) {
+          if (column < params.head_dim_v) {
+            *reinterpret_cast<uint32*>(static_cast<uint16*>(params.out) + base + column) =
+                pack<C.dtype>(low, high);
+          }
+        } else {
+          if (column < params.head_dim_v) store_element(base + column * params.out_stride[3], low);
+          if (column + 1 < params.head_dim_v) {
+            store_element(base + (column + 1) * params.out_stride[3], high);
+          }
+        }
+      }
+    }
+  }
+
+  __forceinline__ void store(const FwdTile& tile) {
+    finish(tile);
+    // Tiles of a packed tensor end where the next sequence begins.
+    const int32 last = tile.q_begin + 64 * warpgroup + 64;
+    if (C.tma_out && (!C.ragged || last <= tile.capacity_q)) {
+      store_tile(tile);
+    } else {
+      store_rows(tile);
+    }
+    if constexpr (!C.out_apart && C.tma_out) release_q();
+  }
+
+  __forceinline__ void store_empty(const FwdTile& tile) {
+    reference[0] = reference[1] = -infinity;
+    sum[0] = sum[1] = 0.0f;
+#pragma unroll
+    for (int32 i = 0; i < output_count; ++i) output[i] = 0.0f;
+    finish(tile);
+    store_rows(tile);
+  }
+
+  __forceinline__ void run_tile(const FwdTile& tile) {
+    begin(tile);
+    int32 block = tile.end - 2;
+    if constexpr (core::is_windowed(C)) {
+#pragma unroll 1
+      for (; block >= tile.full_end; --block) advance<true>(tile, block);
+    }
+    const int32 full_begin = tile.full_begin;
+#pragma unroll 1
+    for (; block >= full_begin; --block) advance<false>(tile, block);
+    if constexpr (C.bound_left) {
+#pragma unroll 1
+      for (; block >= tile.begin; --block) advance<true>(tile, block);
+    }
+    end(tile);
+    store(tile);
+  }
+
+  __forceinline__ void run() {
+    if (C.ping_pong && warpgroup == C.warpgroups - 1) {
+      named_barrier_arrive<256>(Plan::turn_barrier);
+    }
+    while (true) {
+      plan.tile_ring.wait_full(tile_state);
+      // Read where it lies: few of its fields are worth a register in the loops.
+      const FwdTile& tile = plan.tiles[tile_state.stage];
+      if (tile.last != 0) break;
+      if (tile.count() == 0) {
+        store_empty(tile);
+      } else {
+        run_tile(tile);
+      }
+      __syncwarp();
+      if (lane_index() == 0) plan.tile_ring.release(tile_state);
+      tile_state.advance();
+    }
+    // The last turn passed is nobody's: take it, so that the barrier ends as it began.
+    if (C.ping_pong && warpgroup == 0) named_barrier_sync<256>(Plan::turn_barrier);
+    // Shared memory outlives the stores that read it.
+    if (C.tma_out && threadIdx.x % 128 == 0) bulk_wait_read<0>();
+  }
+};
+
+// ---- Kernel -------------------------------------------------------------------------------------
+
+template <FwdConfig C>
+__device__ void fwd(const FwdParams& params) {
+  extern __shared__ __align__(1024) uint8 shared_memory[];
+  FwdPlan<C>& plan = *reinterpret_cast<FwdPlan<C>*>(shared_memory);
+  static_assert(sizeof(FwdPlan<C>) <= core::shared_limit_bytes);
+
+  if (threadIdx.x == 0) {
+    plan.tile_ring.init(1, FwdPlan<C>::consumer_warps);
+    plan.q_ring.init(1, FwdPlan<C>::consumer_warps);
+    plan.k_ring.init(1, FwdPlan<C>::consumer_warps);
+    plan.v_ring.init(1, FwdPlan<C>::consumer_warps);
+    fence_mbarrier_init();
+    tma_prefetch_map(&params.q);
+    tma_prefetch_map(&params.k);
+    tma_prefetch_map(&params.v);
+  }
+  __syncthreads();
+
+  const int32 warp = warp_index();
+  if (warp < 4) {
+    registers_shrink<core::producer_registers(C)>();
+    if (warp == 0 && elect_one()) Load<C>{plan, params}.run();
+  } else {
+    registers_grow<core::consumer_registers(C)>();
+    Compute<C>{plan, params, warp / 4 - 1}.run();
+  }
+}
+
+}  // namespace fovea::device
