@@ -238,14 +238,12 @@ class CudaDevice final : public Device {
                                 stream.handle,
                                 attributes.data(),
                                 count};
-    std::size_t bytes = parameters.size();
-    void* extra[] = {reinterpret_cast<void*>(driver::param_buffer_pointer),
-                     const_cast<std::byte*>(parameters.data()),
-                     reinterpret_cast<void*>(driver::param_buffer_size), &bytes,
-                     reinterpret_cast<void*>(driver::param_end)};
+    // By pointer, not as a block of bytes: a parameter's place in the block depends on its alignment,
+    // and the driver knows it.
+    void* arguments[] = {const_cast<std::byte*>(parameters.data())};
     const Current current(context_);
-    check(driver::functions().launch(&launch, static_cast<CudaKernel&>(kernel).function(), nullptr,
-                                     extra),
+    check(driver::functions().launch(&launch, static_cast<CudaKernel&>(kernel).function(), arguments,
+                                     nullptr),
           "cuLaunchKernelEx");
   }
 
