@@ -531,7 +531,7 @@ void build_testp(Builder& b) {
 }
 
 void build_setp(Builder& b) {
-  const Type type = b.types.back();
+  const Type type = b.type(b.types.empty() ? 0 : b.types.size() - 1);
   const Comparison how = comparison(b, type);
   const bool boolean = b.which({"and", "or", "xor"}) >= 0;
   // p|q are two operands in the list
@@ -549,7 +549,7 @@ void build_setp(Builder& b) {
 }
 
 void build_set(Builder& b) {
-  const Type result = b.type(0), type = b.types.back();
+  const Type result = b.type(0), type = b.type(b.types.size() - 1);
   const Comparison how = comparison(b, type);
   if (type == Type::f16x2 || type == Type::bf16x2) b.fail("set of packed halves is not supported.");
   b.output(b.operand(0), result);

@@ -308,7 +308,9 @@ void validate(const Launch& launch, const Function& kernel) {
 }
 
 void require_target(const Chip& chip, const std::string& target) {
-  const auto number = [](const std::string& t) { return std::atoi(t.c_str() + 3); };
+  const auto number = [](const std::string& t) {
+    return t.size() > 3 ? std::atoi(t.c_str() + 3) : 0;
+  };
   const bool family =
       !target.empty() && target.back() == 'f' && number(target) / 10 == number(chip.arch) / 10;
   const bool plain = !target.empty() && target.back() >= '0' && target.back() <= '9' &&
