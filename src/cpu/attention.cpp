@@ -55,13 +55,27 @@ int64 head_groups(const core::Problem& p, const ForwardConfig& config) {
 
 int64 row_block_count(int64 rows, int64 block_q) { return core::ceil_div(rows, block_q); }
 
-// Rows whose queries, scores and output stay, with K and V, in three eighths of the second-level
+int64 bytes_of_keys(const core::Problem& p, int64 count) {
+  return 4 * count * (padded(p.head_dim) + padded(p.head_dim_v));
+}
+
+// Keys per block: many, so that the work per row and block is worth its overhead, while both packs
+// fit a quarter of the second-level cache.
+int64 choose_block_k(const core::Problem& p) {
+  const auto quarter = static_cast<int64>(second_level_cache_bytes() / 4);
+  for (const int64 block : {256, 128}) {
+    if (bytes_of_keys(p, block) <= quarter) return block;
+  }
+  return 64;
+}
+
+// Rows whose queries, scores and output stay, with K and V, in two fifths of the second-level
 // cache: what streams through beside them takes its share too.
 int64 choose_strip_q(const core::Problem& p, const ForwardConfig& config) {
   const int64 row_bytes =
       4 * (padded(p.head_dim) + padded(p.head_dim_v) + config.block_k + max_lanes);
-  const int64 key_bytes = 4 * config.block_k * (padded(p.head_dim) + padded(p.head_dim_v));
-  const int64 budget = static_cast<int64>(second_level_cache_bytes()) * 3 / 8 - key_bytes;
+  const int64 budget =
+      static_cast<int64>(second_level_cache_bytes()) * 2 / 5 - bytes_of_keys(p, config.block_k);
   return std::clamp<int64>(budget / row_bytes / 12 * 12, 48, 384);
 }
 
@@ -283,8 +297,7 @@ ForwardConfig configure_forward(const core::Problem& problem, int threads,
   config.threads = threads > 0 ? threads : omp_get_max_threads();
   config.softmax = softmax;
   config.bf16_products = problem.q.dtype == core::DType::bf16 && has_bf16_products();
-  // Both packs of a block stay within the second-level cache.
-  config.block_k = problem.head_dim + problem.head_dim_v > 512 ? 64 : 128;
+  config.block_k = choose_block_k(problem);
   config.few_rows = longest_rows(problem) <= most_streamed_rows;
   if (config.few_rows) {
     config.block_k = 64;

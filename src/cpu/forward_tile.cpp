@@ -99,13 +99,14 @@ std::size_t layout_scratch(const core::Problem& problem, const ForwardConfig& co
   scratch.out = floats(rows * scratch.out_stride);
   scratch.sums = floats(rows * max_lanes);
   scratch.reference = floats(rows);
-  scratch.visible = reinterpret_cast<core::KeyRange*>(take(strip, sizeof(core::KeyRange)));
+  scratch.visible = reinterpret_cast<VisibleKeys*>(take(strip, sizeof(VisibleKeys)));
   if (config.pack_slots == 0) {
     scratch.keys = floats(config.block_k * config.heads_per_tile * scratch.query_stride);
     scratch.values = floats(config.block_k * config.heads_per_tile * scratch.out_stride);
   }
   scratch.staging = floats(core::max64(4 * scratch.query_stride, 2 * scratch.out_stride));
-  scratch.key_rows = reinterpret_cast<const void**>(take(config.block_k + most_keys_ahead + 4, sizeof(void*)));
+  scratch.key_rows =
+      reinterpret_cast<const void**>(take(config.block_k + most_keys_ahead + 4, sizeof(void*)));
   return offset;
 }
 

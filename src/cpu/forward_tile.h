@@ -18,22 +18,29 @@ inline constexpr core::int64 padded(core::int64 count, core::int64 multiple = ma
 // Few rows: the most keys ahead of the products for which memory is asked.
 inline constexpr core::int64 most_keys_ahead = 64;
 
+// The keys of a block, on vector bounds, that any row of a row block sees; full: all rows see all
+// keys of the block.
+struct VisibleKeys {
+  core::KeyRange keys;
+  bool full = false;
+};
+
 // The scratch of one thread. Rows of scores are one vector longer than the tile so that successive
 // rows do not fall into the same cache set.
 struct TileScratch {
   core::int64 score_stride = 0;
   core::int64 query_stride = 0;  // floats; bf16 products use half of each row
   core::int64 out_stride = 0;
-  float* queries = nullptr;           // [block_q][query_stride]
-  float* scores = nullptr;            // [block_q][score_stride], then the weights
-  float* out = nullptr;               // [block_q][out_stride]
-  float* sums = nullptr;              // [block_q][max_lanes]
-  float* reference = nullptr;         // [block_q]
-  core::KeyRange* visible = nullptr;  // [strip_q]: tile keys seen by a block of rows
-  float* keys = nullptr;              // packed K
-  float* values = nullptr;            // packed V
-  float* staging = nullptr;           // rows on their way into the packs
-  const void** key_rows = nullptr;    // [block_k], few rows: where each row of K, then V, lies
+  float* queries = nullptr;         // [block_q][query_stride]
+  float* scores = nullptr;          // [block_q][score_stride], then the weights
+  float* out = nullptr;             // [block_q][out_stride]
+  float* sums = nullptr;            // [block_q][max_lanes]
+  float* reference = nullptr;       // [block_q]
+  VisibleKeys* visible = nullptr;   // [strip_q], of each block of rows
+  float* keys = nullptr;            // packed K
+  float* values = nullptr;          // packed V
+  float* staging = nullptr;         // rows on their way into the packs
+  const void** key_rows = nullptr;  // [block_k], few rows: where each row of K, then V, lies
 };
 
 // Lays the scratch out from base (64-byte aligned); returns the bytes it takes.

@@ -204,7 +204,7 @@ class StreamedTile : TileRows<exp2_degree> {
     constexpr int64 step = lanes < keys_at_once ? keys_at_once : lanes;
     const int64 end = core::ceil_div(count, step) * step;
     for (int64 r = 0; r < this->rows_; ++r) {
-      this->softmax_row(r, first_key, 0, end, count,
+      this->softmax_row(r, first_key, 0, end, count, full,
                         [&](int64 row) { multiply_queries(keys, count, row, row + 1); });
     }
     const bool hides = !full || (this->modifies_ && (p.mask || p.bias));

@@ -65,13 +65,14 @@ class TileRows {
   }
 
   // Turns the scores [begin, end) of a row into weights. Bounds are on vectors, relative to
-  // first_key; there are count keys. recompute(row) puts the raw products back when the guard spent
-  // them.
+  // first_key; there are count keys, all visible if full. recompute(row) puts the raw products back
+  // when the guard spent them.
   template <class Recompute>
-  void softmax_row(int64 row, int64 first_key, int64 begin, int64 end, int64 count,
+  void softmax_row(int64 row, int64 first_key, int64 begin, int64 end, int64 count, bool full,
                    const Recompute& recompute) const {
     const RowMemory m = memory(row);
-    prepare_scores(row, first_key, begin, end, count, m.scores);
+    const bool prepared = full && count == end && !modifies_;
+    if (!prepared) prepare_scores(row, first_key, begin, end, count, m.scores);
     const bool guard = config_.softmax == core::SoftmaxPolicy::sum_guard;
     bool done = false;
     if (guard && *m.reference > -core::infinity) {
@@ -80,7 +81,7 @@ class TileRows {
       if (!done) {
         ++statistics_.recomputed_tiles;
         recompute(row);
-        prepare_scores(row, first_key, begin, end, count, m.scores);
+        if (!prepared) prepare_scores(row, first_key, begin, end, count, m.scores);
       }
     }
     if (!done) {
@@ -314,10 +315,11 @@ class PackedTile : TileRows<exp2_degree> {
     multiply_queries(count, keys);
     for (int64 b = 0; b < row_blocks(); ++b) {
       const core::RowBlock rows = row_block(b);
-      const core::KeyRange seen = this->scratch_.visible[b];
+      const VisibleKeys& visible = this->scratch_.visible[b];
+      const core::KeyRange seen = visible.keys;
       if (seen.empty()) continue;
       for (int64 r = rows.begin; r < rows.end; ++r) {
-        this->softmax_row(r, first_key, seen.begin, seen.end, count,
+        this->softmax_row(r, first_key, seen.begin, seen.end, count, visible.full,
                           [&](int64 row) { multiply_row(row, seen, keys); });
       }
     }
@@ -337,15 +339,15 @@ class PackedTile : TileRows<exp2_degree> {
       const core::KeyRange any = this->union_range(rows.begin, rows.end);
       const int64 begin = core::max64(0, any.begin - first_key);
       const int64 end = core::min64(count, any.end - first_key);
-      core::KeyRange seen{0, 0};
+      VisibleKeys seen;
       if (begin < end) {
-        seen = {begin / lanes * lanes, core::ceil_div(end, lanes) * lanes};
+        seen.keys = {begin / lanes * lanes, core::ceil_div(end, lanes) * lanes};
         const core::KeyRange all =
             core::common_range(this->p_.window, this->sequence_.length_q, this->sequence_.length_k,
                                this->query(rows.begin), this->query(rows.end - 1) + 1);
-        const bool full = all.begin <= first_key && all.end >= first_key + count;
-        partial = partial || !full;
-        ++(full ? this->statistics_.tiles_full : this->statistics_.tiles_partial);
+        seen.full = all.begin <= first_key && all.end >= first_key + count;
+        partial = partial || !seen.full;
+        ++(seen.full ? this->statistics_.tiles_full : this->statistics_.tiles_partial);
       }
       this->scratch_.visible[b] = seen;
     }
@@ -386,7 +388,7 @@ class PackedTile : TileRows<exp2_degree> {
     for (int64 key = 0; key < count; key += panel_width) {
       for (int64 b = 0; b < row_blocks(); ++b) {
         prefetch_next(this->p_.k, this->p_.head_dim, product++, products);
-        const core::KeyRange seen = s.visible[b];
+        const core::KeyRange seen = s.visible[b].keys;
         if (seen.begin >= key + panel_width || seen.end <= key) continue;
         const core::RowBlock rows = row_block(b);
         Products::multiply(
@@ -408,7 +410,7 @@ class PackedTile : TileRows<exp2_degree> {
   void convert_weights(int64 b) const {
     const TileScratch& s = this->scratch_;
     const core::RowBlock rows = row_block(b);
-    const core::KeyRange seen = s.visible[b];
+    const core::KeyRange seen = s.visible[b].keys;
     for (int64 r = rows.begin; r < rows.end; ++r) {
       Products::convert_weights(this->scores(r), seen.begin, seen.end);
     }
@@ -427,7 +429,7 @@ class PackedTile : TileRows<exp2_degree> {
       const int64 width = core::min64(panel_width, columns - column);
       for (int64 b = 0; b < row_blocks(); ++b) {
         prefetch_next(this->p_.v, this->p_.head_dim_v, product++, products);
-        const core::KeyRange seen = s.visible[b];
+        const core::KeyRange seen = s.visible[b].keys;
         if (seen.empty()) continue;
         const core::RowBlock rows = row_block(b);
         const auto* weights = reinterpret_cast<const Element*>(this->scores(rows.begin));
@@ -449,7 +451,7 @@ class PackedTile : TileRows<exp2_degree> {
   void add_values_row_by_row(int64 first_key, int64 count) const {
     for (int64 b = 0; b < row_blocks(); ++b) {
       const core::RowBlock rows = row_block(b);
-      const core::KeyRange seen = this->scratch_.visible[b];
+      const core::KeyRange seen = this->scratch_.visible[b].keys;
       for (int64 r = rows.begin; r < rows.end; ++r) {
         this->add_values_selectively(r, first_key, seen.begin, core::min64(seen.end, count));
       }
