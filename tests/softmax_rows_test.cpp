@@ -26,13 +26,17 @@ struct Shape {
   double largest = 1e3;  // in magnitude: fp16 holds 65504
 };
 
+// Levels change no oftener than the longest block of keys that the engine takes, so that every
+// change meets a reference from before it.
+constexpr Index level_keys = 256;
+
 double rising(Index j, double step, Random& random) {
-  return static_cast<double>(j / 64) * step + random.normal();
+  return static_cast<double>(j / level_keys) * step + random.normal();
 }
 
 const Shape shapes[] = {
     {"normal", [](Index, Random& r) { return 1.44 * r.normal(); }},
-    {"rise_1", [](Index j, Random& r) { return rising(j, 1, r); }, Leaves::repair},
+    {"rise_4", [](Index j, Random& r) { return rising(j, 4, r); }, Leaves::repair},
     {"rise_10", [](Index j, Random& r) { return rising(j, 10, r); }, Leaves::repair},
     {"rise_100", [](Index j, Random& r) { return rising(j, 100, r); }, Leaves::repair, 4e3},
     {"rise_1e4", [](Index j, Random& r) { return rising(j, 1e4, r); }, Leaves::recompute, 4e5},
@@ -44,13 +48,14 @@ const Shape shapes[] = {
     {"spike_last", [](Index j, Random& r) { return j == keys - 1 ? 60.0 : r.normal(); },
      Leaves::repair},
     {"very_negative", [](Index, Random& r) { return r.normal() - 1e5; }, Leaves::no, 1e5},
-    {"alternate", [](Index j, Random& r) { return ((j / 256) % 2 == 0 ? -200 : 200) + r.normal(); },
+    {"alternate",
+     [](Index j, Random& r) { return ((j / level_keys) % 2 == 0 ? -200 : 200) + r.normal(); },
      Leaves::recompute},
     {"uniform", [](Index, Random&) { return 0.0; }},
     {"creep", [](Index j, Random&) { return 0.05 * static_cast<double>(j); }, Leaves::repair},
-    {"edge_126", [](Index j, Random&) { return j < 128 ? 0.0 : 126.5; }, Leaves::recompute},
-    {"edge_128", [](Index j, Random&) { return j < 128 ? 0.0 : 127.9; }, Leaves::recompute},
-    {"edge_119", [](Index j, Random&) { return j < 128 ? 0.0 : 115.0; }, Leaves::repair},
+    {"edge_126", [](Index j, Random&) { return j < level_keys ? 0.0 : 126.5; }, Leaves::recompute},
+    {"edge_128", [](Index j, Random&) { return j < level_keys ? 0.0 : 127.9; }, Leaves::recompute},
+    {"edge_119", [](Index j, Random&) { return j < level_keys ? 0.0 : 115.0; }, Leaves::repair},
     {"two_levels", [](Index j, Random&) { return j % 2 == 0 ? -90.0 : 8.0; }},
     {"heavy", [](Index, Random& r) { return 20 * r.cauchy(); }, Leaves::no, 1e6},
 };
@@ -89,7 +94,7 @@ Statistics run_shape(const Shape& shape, Softmax softmax, const Where& where) {
   call.fill_k(
       [&](Index, Index j, Index, Index d) { return d == 0 ? shape.logit(j, random) : 0.0; });
   if (where.first_hidden) {
-    call.mask.fill([](Index, Index, Index, Index j) { return j < 200 ? 0.0 : 1.0; });
+    call.mask.fill([](Index, Index, Index, Index j) { return j < level_keys + 44 ? 0.0 : 1.0; });
   }
   call.poison_unseen();
   const Statistics statistics = call.run();
