@@ -211,16 +211,19 @@ FwdConfig choose_forward(const Problem& p, core::SoftmaxPolicy softmax) {
   // What measured best (docs/kernels/fwd_sm90.md); the registers of a tile decide what is possible.
   const int32 widest = std::max(c.head_dim, c.head_dim_v);
   const bool plain = c.transform == ScoreTransform::none;
+  const bool windowed = core::is_windowed(c);
+  const bool long_keys = p.seqlen_k >= 8192;
   if (widest <= 64) {
     c.warpgroups = 3;
-    c.tile_k = plain ? 128 : 96;
+    c.tile_k = plain && (long_keys || !windowed) ? 128 : 96;
     c.stages = 4;
   } else if (widest <= 128) {
     c.tile_k = 128;
   } else if (widest <= 192) {
     c.tile_k = c.head_dim_v <= 128 ? 128 : 96;
   } else {
-    c.tile_k = plain && softmax == core::SoftmaxPolicy::sum_guard ? 80 : 64;
+    c.tile_k = plain && !windowed && softmax == core::SoftmaxPolicy::sum_guard ? 80 : 64;
+    c.persistent = !(windowed && long_keys);
   }
   while (shared_bytes(c) > core::shared_limit_bytes && c.tile_k > 32) {
     // Staging out where q was costs less than smaller tiles, but needs q to be as wide.

@@ -1,0 +1,432 @@
+// The forward kernel against the fp64 oracle: shapes that end inside tiles, every mask, lengths,
+// and logits that leave the softmax's fast path. On the emulated Hopper chip, each case in another
+// order of asynchronous work; FOVEA_TEST_DEVICES=cuda runs it on a GPU.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/numeric.h"
+#include "cpu/reference.h"
+#include "runtime/forward_gpu.h"
+#include "tests/jit/jit_support.h"
+#include "tests/tolerance.h"
+
+namespace fovea::tests {
+namespace {
+
+using core::int32;
+using core::int64;
+using core::SoftmaxPolicy;
+using core::uint16;
+using runtime::Device;
+using runtime::DeviceBuffer;
+
+struct ForwardCase {
+  std::string name = {};
+  int64 batch = 1;
+  int32 heads_q = 2;
+  int32 heads_kv = 2;
+  int64 seqlen_q = 128;
+  int64 seqlen_k = 256;
+  int32 head_dim = 128;
+  int32 head_dim_v = 128;
+  core::Window window = {};
+  float softcap = 0.0f;
+  float scale = 0.0f;  // 0: 1 / sqrt(head_dim)
+  bool sink = false;
+  bool f16 = false;
+  bool f32_out = false;
+  float rise = 0.0f;  // logits grow by this much per 128 keys, in the order that keys are visited
+  SoftmaxPolicy softmax = SoftmaxPolicy::sum_guard;
+  std::vector<int32> cu_seqlens_q = {};
+  std::vector<int32> cu_seqlens_k = {};
+  std::vector<int32> seqused_q = {};
+  std::vector<int32> seqused_k = {};
+  int64 slack = 0;  // rows of q behind the last sequence
+  bool overlap = true;
+  bool ping_pong = true;
+  bool dealt = false;  // no counter: tiles dealt in advance
+};
+
+void PrintTo(const ForwardCase& c, std::ostream* out) { *out << c.name; }
+
+class Generator {
+ public:
+  double uniform() {
+    state_ = state_ * 6364136223846793005u + 1442695040888963407u;
+    return static_cast<double>(state_ >> 11) * 0x1p-53;
+  }
+  double normal() {
+    double sum = -6.0;
+    for (int i = 0; i < 12; ++i) sum += uniform();
+    return sum;
+  }
+
+ private:
+  core::uint64 state_ = 1;
+};
+
+// Tensors in memory order (batch, row, head, column), and the problem over them on the host.
+class ForwardCall {
+ public:
+  explicit ForwardCall(const ForwardCase& c) : spec(c) {
+    const bool packed = !c.cu_seqlens_q.empty();
+    sequences_ = packed ? static_cast<int64>(c.cu_seqlens_q.size()) - 1 : c.batch;
+    batches_ = packed ? 1 : c.batch;
+    rows_q = packed ? c.cu_seqlens_q.back() + c.slack : c.seqlen_q;
+    rows_k = packed ? c.cu_seqlens_k.back() : c.seqlen_k;
+    dtype_ = c.f16 ? core::DType::f16 : core::DType::bf16;
+    describe(packed);
+    fill();
+  }
+
+  int64 outputs() const { return batches_ * rows_q * spec.heads_q * spec.head_dim_v; }
+  int64 rows() const { return batches_ * rows_q * spec.heads_q; }
+
+  ForwardCase spec;
+  core::Problem problem;
+  int64 rows_q = 0;
+  int64 rows_k = 0;
+  std::vector<uint16> q, k, v;
+  std::vector<float> sink;
+
+ private:
+  void view(core::View& w, int64 row_count, int32 heads, int32 columns, core::DType type) const {
+    w.dtype = type;
+    w.stride[0] = row_count * heads * columns;
+    w.stride[1] = static_cast<int64>(heads) * columns;
+    w.stride[2] = columns;
+    w.stride[3] = 1;
+  }
+
+  void describe(bool packed) {
+    const ForwardCase& c = spec;
+    core::Problem& p = problem;
+    view(p.q, rows_q, c.heads_q, c.head_dim, dtype_);
+    view(p.k, rows_k, c.heads_kv, c.head_dim, dtype_);
+    view(p.v, rows_k, c.heads_kv, c.head_dim_v, dtype_);
+    view(p.out, rows_q, c.heads_q, c.head_dim_v, c.f32_out ? core::DType::f32 : dtype_);
+    p.lse.dtype = core::DType::f32;
+    p.lse.stride[0] = c.heads_q * rows_q;
+    p.lse.stride[1] = rows_q;
+    p.lse.stride[2] = 1;
+    p.batch = sequences_;
+    p.seqlen_q = c.seqlen_q;
+    p.seqlen_k = c.seqlen_k;
+    p.total_q = packed ? rows_q : 0;
+    p.heads_q = c.heads_q;
+    p.heads_kv = c.heads_kv;
+    p.head_dim = c.head_dim;
+    p.head_dim_v = c.head_dim_v;
+    p.softmax_scale = c.scale != 0.0f ? c.scale : 1.0f / std::sqrt(static_cast<float>(c.head_dim));
+    p.softcap = c.softcap;
+    p.window = c.window;
+    const auto lengths = [](const std::vector<int32>& list) {
+      return list.empty() ? nullptr : list.data();
+    };
+    p.cu_seqlens_q = lengths(spec.cu_seqlens_q);
+    p.cu_seqlens_k = lengths(spec.cu_seqlens_k);
+    p.seqused_q = lengths(spec.seqused_q);
+    p.seqused_k = lengths(spec.seqused_k);
+  }
+
+  // Rows of k and v that no sequence uses are NaN.
+  void fill() {
+    const ForwardCase& c = spec;
+    Generator random;
+    const auto store = [&](std::vector<uint16>& values, double x) {
+      const auto narrow = static_cast<float>(x);
+      values.push_back(c.f16 ? core::float_to_f16(narrow) : core::float_to_bf16(narrow));
+    };
+    for (int64 i = 0; i < batches_ * rows_q * c.heads_q * c.head_dim; ++i) {
+      store(q, c.rise != 0.0f && i % c.head_dim == 0 ? 8.0 : random.normal());
+    }
+    const double step = -c.rise / (8.0 * problem.softmax_scale);
+    for (int64 b = 0; b < batches_; ++b) {
+      for (int64 row = 0; row < rows_k; ++row) {
+        const bool used = c.seqused_k.empty() || row < c.seqused_k[static_cast<std::size_t>(b)];
+        for (int32 h = 0; h < c.heads_kv; ++h) {
+          for (int32 d = 0; d < c.head_dim; ++d) {
+            const double x =
+                c.rise != 0.0f && d == 0 ? step * static_cast<double>(row / 128) : random.normal();
+            store(k, used ? x : std::numeric_limits<double>::quiet_NaN());
+          }
+          for (int32 d = 0; d < c.head_dim_v; ++d) {
+            store(v, used ? random.normal() : std::numeric_limits<double>::quiet_NaN());
+          }
+        }
+      }
+    }
+    for (int32 h = 0; h < c.heads_q; ++h) sink.push_back(static_cast<float>(random.normal()));
+    problem.q.data = q.data();
+    problem.k.data = k.data();
+    problem.v.data = v.data();
+    if (c.sink) {
+      problem.sink.data = sink.data();
+      problem.sink.stride[0] = 1;
+    }
+  }
+
+  core::DType dtype_ = core::DType::bf16;
+  int64 sequences_ = 0;
+  int64 batches_ = 0;
+};
+
+struct ForwardResult {
+  std::vector<double> out;
+  std::vector<double> lse;
+  std::array<core::uint64, 2> counters{};  // rows repaired, rows taken again
+};
+
+// Device memory that goes when the call ends.
+class Memory {
+ public:
+  explicit Memory(Device& device) : device_(device) {}
+  template <typename T>
+  T* upload(const T* data, std::size_t count) {
+    buffers_.emplace_back(device_, count * sizeof(T));
+    if (count > 0) device_.copy_to_device(buffers_.back().address(), data, count * sizeof(T));
+    return reinterpret_cast<T*>(buffers_.back().address());
+  }
+  template <typename T>
+  std::vector<T> download(const void* address, std::size_t count) {
+    std::vector<T> values(count);
+    device_.copy_to_host(values.data(), reinterpret_cast<runtime::DeviceAddress>(address),
+                         count * sizeof(T));
+    device_.synchronize();
+    return values;
+  }
+
+ private:
+  Device& device_;
+  std::vector<DeviceBuffer> buffers_;
+};
+
+ForwardResult run_on(Device& device, const ForwardCall& call) {
+  const ForwardCase& c = call.spec;
+  Memory memory(device);
+  runtime::ForwardCall launch;
+  core::Problem& p = launch.problem;
+  p = call.problem;
+  p.q.data = memory.upload(call.q.data(), call.q.size());
+  p.k.data = memory.upload(call.k.data(), call.k.size());
+  p.v.data = memory.upload(call.v.data(), call.v.size());
+  // Poison with guard: what is not written, and what is written behind the end, shows.
+  const auto outputs = static_cast<std::size_t>(call.outputs());
+  const auto rows = static_cast<std::size_t>(call.rows());
+  constexpr std::size_t guard = 64;
+  const std::size_t element = c.f32_out ? 4 : 2;
+  const std::vector<unsigned char> poison((outputs + guard) * element, 0xff);
+  p.out.data = memory.upload(poison.data(), poison.size());
+  p.lse.data = memory.upload(poison.data(), 0);
+  const std::vector<float> nan(rows + guard, std::numeric_limits<float>::quiet_NaN());
+  p.lse.data = memory.upload(nan.data(), nan.size());
+  if (c.sink) p.sink.data = memory.upload(call.sink.data(), call.sink.size());
+  const auto lengths = [&](const std::vector<int32>& list) {
+    return list.empty() ? nullptr : memory.upload(list.data(), list.size());
+  };
+  p.cu_seqlens_q = lengths(c.cu_seqlens_q);
+  p.cu_seqlens_k = lengths(c.cu_seqlens_k);
+  p.seqused_q = lengths(c.seqused_q);
+  p.seqused_k = lengths(c.seqused_k);
+  launch.total_k = call.rows_k;
+  constexpr std::array<core::uint64, 2> zeros{};
+  core::uint64* counters = memory.upload(zeros.data(), 2);
+  core::uint64* scheduler = memory.upload(zeros.data(), 1);
+  launch.counters = reinterpret_cast<runtime::DeviceAddress>(counters);
+  launch.scheduler = c.dealt ? 0 : reinterpret_cast<runtime::DeviceAddress>(scheduler);
+
+  EXPECT_TRUE(runtime::forward_supports(p, device.properties().arch).empty());
+  core::FwdConfig config = runtime::choose_forward(p, c.softmax);
+  config.overlap = c.overlap;
+  config.ping_pong = c.ping_pong;
+  const runtime::ForwardKernel kernel(device, config);
+  kernel.run(launch);
+
+  ForwardResult result;
+  const auto bytes = memory.download<unsigned char>(p.out.data, poison.size());
+  for (std::size_t i = 0; i < outputs; ++i) {
+    float value = 0.0f;
+    if (c.f32_out) {
+      std::memcpy(&value, bytes.data() + 4 * i, 4);
+    } else {
+      uint16 bits = 0;
+      std::memcpy(&bits, bytes.data() + 2 * i, 2);
+      value = c.f16 ? core::f16_to_float(bits) : core::bf16_to_float(bits);
+    }
+    result.out.push_back(static_cast<double>(value));
+  }
+  for (std::size_t i = outputs * element; i < bytes.size(); ++i) EXPECT_EQ(bytes[i], 0xff);
+  const auto lse = memory.download<float>(p.lse.data, nan.size());
+  result.lse.assign(lse.begin(), lse.begin() + static_cast<std::ptrdiff_t>(rows));
+  for (std::size_t i = rows; i < lse.size(); ++i) EXPECT_TRUE(std::isnan(lse[i]));
+  const auto counts = memory.download<core::uint64>(counters, 2);
+  result.counters = {counts[0], counts[1]};
+  EXPECT_EQ(memory.download<core::uint64>(scheduler, 1)[0], 0u);
+  return result;
+}
+
+ForwardResult check_case(const ForwardCase& spec, runtime::EmulationOptions::Order order) {
+  const ForwardCall call(spec);
+  const cpu::ReferenceResult exact = cpu::reference_forward(call.problem);
+  const cpu::ReferenceResult naive = cpu::naive_forward(call.problem);
+  const DType in = spec.f16 ? DType::f16 : DType::bf16;
+  ForwardResult result;
+  for (const std::string& name : test_devices()) {
+    if (name.find("sm_90a") == std::string::npos && name.find("cuda") == std::string::npos) {
+      continue;
+    }
+    SCOPED_TRACE(name);
+    const auto device = runtime::open_device(name, {.order = order, .seed = 7, .checks = true});
+    result = run_on(*device, call);
+    EXPECT_TRUE(test::close_to(result.out, exact.out, naive.out,
+                               test::out_floor(in, spec.f32_out ? DType::f32 : in, exact.out)));
+    EXPECT_TRUE(test::close_to(result.lse, exact.lse, naive.lse, test::lse_floor()));
+  }
+  return result;
+}
+
+class Forward : public ::testing::TestWithParam<ForwardCase> {};
+
+TEST_P(Forward, MatchesTheOracle) {
+  // The order of asynchronous work goes round with the cases.
+  static int turn = 0;
+  check_case(GetParam(), static_cast<runtime::EmulationOptions::Order>(turn++ % 3));
+}
+
+const ForwardCase forward_cases[] = {
+    {.name = "whole_tiles"},
+    {.name = "odd_lengths", .seqlen_q = 100, .seqlen_k = 300},
+    {.name = "d64",
+     .heads_q = 1,
+     .heads_kv = 1,
+     .seqlen_q = 200,
+     .seqlen_k = 520,
+     .head_dim = 64,
+     .head_dim_v = 64},
+    {.name = "d256",
+     .heads_q = 1,
+     .heads_kv = 1,
+     .seqlen_q = 150,
+     .seqlen_k = 250,
+     .head_dim = 256,
+     .head_dim_v = 256},
+    {.name = "d72", .seqlen_q = 140, .seqlen_k = 300, .head_dim = 72, .head_dim_v = 72},
+    {.name = "d192_128", .seqlen_q = 140, .seqlen_k = 300, .head_dim = 192, .window = {-1, 0}},
+    {.name = "causal", .seqlen_q = 300, .seqlen_k = 300, .window = {-1, 0}},
+    {.name = "causal_more_queries", .seqlen_q = 400, .seqlen_k = 130, .window = {-1, 0}},
+    {.name = "causal_gqa",
+     .batch = 2,
+     .heads_q = 4,
+     .seqlen_q = 130,
+     .seqlen_k = 513,
+     .head_dim = 64,
+     .head_dim_v = 64,
+     .window = {-1, 0}},
+    {.name = "window", .seqlen_q = 500, .seqlen_k = 500, .window = {100, 20}},
+    {.name = "window_left", .seqlen_q = 260, .seqlen_k = 700, .window = {64, 0}},
+    {.name = "softcap", .seqlen_q = 200, .seqlen_k = 300, .softcap = 5.0f},
+    {.name = "negative_scale", .seqlen_q = 200, .seqlen_k = 300, .scale = -0.1f},
+    {.name = "sink", .seqlen_q = 200, .seqlen_k = 300, .window = {-1, 0}, .sink = true},
+    {.name = "f16", .seqlen_q = 200, .seqlen_k = 400, .f16 = true},
+    {.name = "f32_out", .seqlen_q = 200, .seqlen_k = 400, .f32_out = true},
+    {.name = "no_keys", .seqlen_q = 100, .seqlen_k = 0},
+    {.name = "one_query",
+     .batch = 2,
+     .heads_q = 4,
+     .seqlen_q = 1,
+     .seqlen_k = 700,
+     .window = {-1, 0}},
+    {.name = "varlen",
+     .heads_kv = 1,
+     .seqlen_q = 257,
+     .seqlen_k = 322,
+     .window = {-1, 0},
+     .cu_seqlens_q = {0, 100, 100, 357, 400},
+     .cu_seqlens_k = {0, 50, 178, 500, 500},
+     .slack = 7},
+    {.name = "seqused",
+     .batch = 3,
+     .seqlen_q = 200,
+     .seqlen_k = 300,
+     .window = {-1, 0},
+     .seqused_q = {200, 0, 77},
+     .seqused_k = {13, 300, 200}},
+    {.name = "one_after_the_other",
+     .seqlen_q = 200,
+     .seqlen_k = 600,
+     .window = {-1, 0},
+     .overlap = false,
+     .ping_pong = false,
+     .dealt = true},
+    {.name = "online",
+     .seqlen_q = 140,
+     .seqlen_k = 700,
+     .rise = 100,
+     .softmax = SoftmaxPolicy::online},
+    {.name = "conditional",
+     .seqlen_q = 140,
+     .seqlen_k = 700,
+     .rise = 3,
+     .softmax = SoftmaxPolicy::conditional},
+};
+
+INSTANTIATE_TEST_SUITE_P(Cases, Forward, ::testing::ValuesIn(forward_cases),
+                         [](const auto& instance) { return instance.param.name; });
+
+// Logits that leave the fast path, and proof that they did.
+TEST(ForwardGuard, RepairsRowsThatGrowWithinReach) {
+  const ForwardResult result =
+      check_case({.name = "rise_10", .seqlen_q = 140, .seqlen_k = 900, .rise = 10},
+                 runtime::EmulationOptions::Order::random);
+  EXPECT_GT(result.counters[0], 0u);
+  EXPECT_EQ(result.counters[1], 0u);
+}
+
+TEST(ForwardGuard, TakesTilesAgainWhenSumsOverflow) {
+  for (const float rise : {200.0f, 10000.0f}) {
+    const ForwardResult result =
+        check_case({.name = "rise", .seqlen_q = 140, .seqlen_k = 900, .rise = rise},
+                   runtime::EmulationOptions::Order::lazy);
+    EXPECT_GT(result.counters[1], 0u) << rise;
+  }
+}
+
+TEST(ForwardGuard, LeavesFallingLogitsAlone) {
+  const ForwardResult result =
+      check_case({.name = "fall", .seqlen_q = 140, .seqlen_k = 900, .rise = -50},
+                 runtime::EmulationOptions::Order::eager);
+  EXPECT_EQ(result.counters[0] + result.counters[1], 0u);
+}
+
+TEST(ForwardRefusals, NameWhatWouldHelp) {
+  core::Problem p;
+  p.batch = p.heads_q = p.heads_kv = 1;
+  p.seqlen_q = p.seqlen_k = 8;
+  p.head_dim = p.head_dim_v = 64;
+  const auto refused = [&](std::string_view arch, const std::string& reason) {
+    const std::vector<std::string> reasons = runtime::forward_supports(p, arch);
+    return !reasons.empty() && reasons.front().find(reason) != std::string::npos;
+  };
+  EXPECT_TRUE(refused("sm_90a", "bf16 and f16"));  // the default dtype is f32
+  p.q.dtype = p.k.dtype = p.v.dtype = core::DType::bf16;
+  EXPECT_TRUE(refused("sm_100a", "sm_100a"));
+  p.head_dim = 264;
+  EXPECT_TRUE(refused("sm_90a", "up to 256"));
+  p.head_dim = 64;
+  for (core::View* view : {&p.q, &p.k, &p.v}) {
+    view->data = reinterpret_cast<void*>(4096);
+    view->stride[1] = 65;  // rows 130 bytes apart
+    view->stride[3] = 1;
+  }
+  EXPECT_TRUE(refused("sm_90a", "q is laid out"));
+}
+
+}  // namespace
+}  // namespace fovea::tests
