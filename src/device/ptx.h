@@ -324,8 +324,8 @@ __forceinline__ void store_matrix_x4_transposed(SharedAddress row, uint32 m0, ui
       : "memory");
 }
 
-// mma.m16n8k16, bf16: d += a b for one warp. d is laid out as 16 rows of WgmmaAccumulator (tile.h), a
-// as 16 rows of WgmmaOperandA; lane l gives b of column l / 4 at k = 2 (l % 4) + {0, 1} and 8 on.
+// mma.m16n8k16, bf16: d += a b for one warp. d is laid out as 16 rows of WgmmaAccumulator (tile.h),
+// a as 16 rows of WgmmaOperandA; lane l gives b of column l / 4 at k = 2 (l % 4) + {0, 1} and 8 on.
 __forceinline__ void mma_bf16(float& d0, float& d1, float& d2, float& d3, const uint32 (&a)[4],
                               uint32 b0, uint32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "

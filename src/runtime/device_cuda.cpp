@@ -238,12 +238,12 @@ class CudaDevice final : public Device {
                                 stream.handle,
                                 attributes.data(),
                                 count};
-    // By pointer, not as a block of bytes: a parameter's place in the block depends on its alignment,
-    // and the driver knows it.
+    // By pointer, not as a block of bytes: a parameter's place in the block depends on its
+    // alignment, and the driver knows it.
     void* arguments[] = {const_cast<std::byte*>(parameters.data())};
     const Current current(context_);
-    check(driver::functions().launch(&launch, static_cast<CudaKernel&>(kernel).function(), arguments,
-                                     nullptr),
+    check(driver::functions().launch(&launch, static_cast<CudaKernel&>(kernel).function(),
+                                     arguments, nullptr),
           "cuLaunchKernelEx");
   }
 
