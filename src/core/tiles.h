@@ -27,9 +27,10 @@ struct Tile {
   int32 head_count = 1;  // KV heads from head_kv on
   int64 row_begin = 0;   // packed rows of each of these heads
   int64 row_end = 0;
-  int64 pack_slot = 0;   // where the head's first packed key block is, if K and V are packed ahead
+  int64 pack_slot = 0;  // where the head's first packed key block is, if K and V are packed ahead
   int32 split = 0;
-  int32 cost = 0;  // relative work; sorts the list longest first
+  int32 cost = 0;       // relative work; sorts the list longest first
+  int32 head_cost = 0;  // of the longest tile of the same head
 };
 
 // Rows are dealt evenly: 130 rows in blocks of at most 128 become 65 + 65, not 128 + 2.

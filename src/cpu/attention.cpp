@@ -181,7 +181,35 @@ void pack_wave(const core::Problem& p, const ForwardConfig& config, const Wave& 
   }
 }
 
-// Fills tiles with every row block of the wave's sequences, longest first; returns how many.
+int32 tile_cost(const core::Problem& p, const core::Sequence& s, const core::RowBlock& rows) {
+  const int64 group = p.group_size();
+  const int64 work = core::tile_work(p.window, s.length_q, s.length_k, rows.begin / group,
+                                     (rows.end - 1) / group + 1);
+  return static_cast<int32>(std::min<int64>(work / 64, 0x7fffffff));
+}
+
+// Longest first keeps every thread busy to the end. Where each head has enough tiles for that, the
+// heads follow each other, so that one head's packed keys serve all its tiles from the cache.
+void sort_tiles(const core::Problem& p, const ForwardConfig& config, core::Tile* tiles,
+                int64 count) {
+  const bool head_by_head =
+      row_block_count(longest_rows(p), config.block_q) >= int64{4} * config.threads;
+  std::sort(tiles, tiles + count, [&](const core::Tile& a, const core::Tile& b) {
+    if (head_by_head) {
+      if (a.head_cost != b.head_cost) return a.head_cost > b.head_cost;
+      if (a.batch != b.batch) return a.batch < b.batch;
+      if (a.head_kv != b.head_kv) return a.head_kv < b.head_kv;
+    }
+    if (a.cost != b.cost) return a.cost > b.cost;
+    if (a.batch != b.batch) return a.batch < b.batch;
+    if (a.head_kv != b.head_kv) return a.head_kv < b.head_kv;
+    if (a.row_begin != b.row_begin) return a.row_begin < b.row_begin;
+    return a.split < b.split;
+  });
+}
+
+// Fills tiles with every row block of the wave's sequences, in the order to take them; returns how
+// many.
 int64 list_tiles(const core::Problem& p, const ForwardConfig& config, const Wave& wave,
                  core::Tile* tiles) {
   int64 count = 0;
@@ -190,16 +218,15 @@ int64 list_tiles(const core::Problem& p, const ForwardConfig& config, const Wave
     const core::Sequence s = core::sequence_at(p, b);
     const int64 rows = s.length_q * p.group_size();
     const int64 blocks = row_block_count(rows, config.block_q);
+    const int64 first_tile = count;
+    core::Tile tile;
+    tile.batch = static_cast<int32>(b);
     for (int64 block = 0; block < blocks; ++block) {
       const core::RowBlock range = core::row_block(rows, blocks, block);
-      const int64 work =
-          core::tile_work(p.window, s.length_q, s.length_k, range.begin / p.group_size(),
-                          (range.end - 1) / p.group_size() + 1);
-      core::Tile tile;
-      tile.batch = static_cast<int32>(b);
       tile.row_begin = range.begin;
       tile.row_end = range.end;
-      tile.cost = static_cast<int32>(std::min<int64>(work / 64, 0x7fffffff));
+      tile.cost = tile_cost(p, s, range);
+      tile.head_cost = std::max(tile.head_cost, tile.cost);
       for (int32 head = 0; head < p.heads_kv; head += config.heads_per_tile) {
         tile.head_kv = head;
         tile.head_count = std::min(config.heads_per_tile, p.heads_kv - head);
@@ -210,16 +237,10 @@ int64 list_tiles(const core::Problem& p, const ForwardConfig& config, const Wave
         }
       }
     }
+    for (int64 i = first_tile; i < count; ++i) tiles[i].head_cost = tile.head_cost;
     first_slot += key_blocks(s, config) * p.heads_kv;
   }
-  // Ties keep the order of memory: neighbouring row blocks share K and V.
-  std::sort(tiles, tiles + count, [](const core::Tile& a, const core::Tile& b) {
-    if (a.cost != b.cost) return a.cost > b.cost;
-    if (a.batch != b.batch) return a.batch < b.batch;
-    if (a.head_kv != b.head_kv) return a.head_kv < b.head_kv;
-    if (a.row_begin != b.row_begin) return a.row_begin < b.row_begin;
-    return a.split < b.split;
-  });
+  sort_tiles(p, config, tiles, count);
   return count;
 }
 
