@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -54,7 +55,7 @@ struct ForwardCase {
   bool dealt = false;  // no counter: tiles dealt in advance
 };
 
-void PrintTo(const ForwardCase& c, std::ostream* out) { *out << c.name; }
+std::ostream& operator<<(std::ostream& out, const ForwardCase& c) { return out << c.name; }
 
 class Generator {
  public:
@@ -150,11 +151,12 @@ class ForwardCall {
     const double step = -c.rise / (8.0 * problem.softmax_scale);
     for (int64 b = 0; b < batches_; ++b) {
       for (int64 row = 0; row < rows_k; ++row) {
+        const int64 block = row / 128;
         const bool used = c.seqused_k.empty() || row < c.seqused_k[static_cast<std::size_t>(b)];
         for (int32 h = 0; h < c.heads_kv; ++h) {
           for (int32 d = 0; d < c.head_dim; ++d) {
             const double x =
-                c.rise != 0.0f && d == 0 ? step * static_cast<double>(row / 128) : random.normal();
+                c.rise != 0.0f && d == 0 ? step * static_cast<double>(block) : random.normal();
             store(k, used ? x : std::numeric_limits<double>::quiet_NaN());
           }
           for (int32 d = 0; d < c.head_dim_v; ++d) {
