@@ -120,7 +120,9 @@ class Warp {
   void* row(const OperandRef& operand);
   const void* source(const OperandRef& operand) const;
   u32* words(const OperandRef& operand) { return static_cast<u32*>(row(operand)); }
-  const OperandRef* operands(const Inst& inst) const { return &program->operands[inst.first]; }
+  const OperandRef* operands(const Inst& inst) const {
+    return program->operands.data() + inst.first;
+  }
   u64 value(const OperandRef& operand, int lane) const;
   u32 value32(const OperandRef& operand, int lane) const;
   void set(const OperandRef& operand, int lane, u64 value);
