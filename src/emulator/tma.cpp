@@ -207,8 +207,7 @@ class TensorOp : public AsyncOp {
 
   void fill_nan() {
     const u32 step = element_bytes(map.type);
-    const u32 pattern =
-        step == 2 ? (map.type == TensorType::float16 ? 0x7fffu : 0x7fffu) : 0x7fffffffu;
+    const u32 pattern = step == 2 ? 0x7fffu : 0x7fffffffu;  // a NaN of every float format
     for (std::size_t i = 0; i + step <= buffer.size(); i += step) {
       std::memcpy(buffer.data() + i, &pattern, std::min(step, 4u));
     }
@@ -428,7 +427,7 @@ void build_tensor_copy(Builder& b) {
                (b.has("cta_group::2") ? kPair : 0u) | (gather ? kGather : 0u);
   const int dims = b.which({"1d", "2d", "3d", "4d", "5d"});
   const std::size_t coordinates = map.items[1].items.size();
-  if (!gather && coordinates != static_cast<std::size_t>(dims + 1)) {
+  if (!gather && coordinates != static_cast<std::size_t>(dims) + 1) {
     b.fail("the number of coordinates does not fit the dimensions.");
   }
   if (gather && coordinates != 5) b.fail("gather4 and scatter4 take five coordinates.");
