@@ -30,7 +30,7 @@ std::string environment(const char* name) {
 fs::path library_in(const fs::path& folder) {
   std::error_code ignored;
   for (const std::string_view name : library_names) {
-    const fs::path file = folder / name;
+    fs::path file = folder / name;
     if (fs::is_regular_file(file, ignored)) return file;
   }
   return {};
