@@ -10,27 +10,42 @@
 HWY_BEFORE_NAMESPACE();
 namespace fovea::cpu::HWY_NAMESPACE {
 
-// 2^x by the polynomial of core/numeric.h: exactly zero below -126, infinity from 128 on, NaN kept.
-// Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum, where the exponent takes
-// it from.
+// The polynomial of core/numeric.h, 2^r for r in [-1/2, 1/2].
+template <int degree>
+HWY_INLINE FloatVec exp2_fraction(FloatVec r) {
+  const FloatTag d;
+  FloatVec p = hn::Set(d, core::Exp2Polynomial<degree>::coefficient[degree - 1]);
+  for (int i = degree - 2; i >= 0; --i) {
+    p = hn::MulAdd(p, r, hn::Set(d, core::Exp2Polynomial<degree>::coefficient[i]));
+  }
+  return hn::MulAdd(p, r, hn::Set(d, 1.0f));
+}
+
+// 2^x: exactly zero below -126, infinity from 128 on, NaN kept. At x = +infinity NaN or infinity,
+// as the instructions have it: no sum that holds either is used.
 template <int degree>
 HWY_INLINE FloatVec exp2_vector(FloatVec x) {
   const FloatTag d;
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+  // One instruction multiplies by 2^n whatever n, and takes the mask along.
+  const FloatVec n{_mm512_roundscale_ps(x.raw, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+  const FloatVec p = exp2_fraction<degree>(hn::Sub(x, n));
+  const __mmask16 remains = _mm512_cmp_ps_mask(x.raw, hn::Set(d, -126.0f).raw, _CMP_NLT_UQ);
+  return FloatVec{_mm512_maskz_scalef_ps(remains, p.raw, n.raw)};
+#else
+  // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum, where the exponent
+  // takes it from.
   const hn::RebindToSigned<FloatTag> di;
   const auto vanishes = hn::Lt(x, hn::Set(d, -126.0f));
   // The bound first: where an operand is NaN, x86 returns the second.
   const FloatVec bounded = hn::Max(hn::Set(d, -126.0f), hn::Min(hn::Set(d, 128.0f), x));
   const FloatVec shift = hn::Set(d, 0x1.8p23f);
   const FloatVec shifted = hn::Add(bounded, shift);
-  const FloatVec r = hn::Sub(bounded, hn::Sub(shifted, shift));
-  FloatVec p = hn::Set(d, core::Exp2Polynomial<degree>::coefficient[degree - 1]);
-  for (int i = degree - 2; i >= 0; --i) {
-    p = hn::MulAdd(p, r, hn::Set(d, core::Exp2Polynomial<degree>::coefficient[i]));
-  }
-  p = hn::MulAdd(p, r, hn::Set(d, 1.0f));
+  const FloatVec p = exp2_fraction<degree>(hn::Sub(bounded, hn::Sub(shifted, shift)));
   const auto exponent = hn::ShiftLeft<23>(hn::BitCast(di, shifted));
   const FloatVec scaled = hn::BitCast(d, hn::Add(hn::BitCast(di, p), exponent));
   return hn::IfThenZeroElse(vanishes, scaled);
+#endif
 }
 
 // tanh to about two units in the last place: an odd polynomial near zero, where 1 - 2 / (e^2x + 1)
@@ -46,7 +61,9 @@ HWY_INLINE FloatVec tanh_vector(FloatVec x) {
   p = hn::MulAdd(p, square, hn::Set(d, 2.0f / 15.0f));
   p = hn::MulAdd(p, square, hn::Set(d, -1.0f / 3.0f));
   const FloatVec near_zero = hn::MulAdd(hn::Mul(p, square), x, x);
-  const FloatVec e = exp2_vector<6>(hn::Mul(x, hn::Set(d, 2.0f * core::log2_e)));
+  // e^(2 * 32) is far beyond where tanh is 1.
+  const FloatVec bounded = hn::Min(hn::Set(d, 32.0f), x);
+  const FloatVec e = exp2_vector<6>(hn::Mul(bounded, hn::Set(d, 2.0f * core::log2_e)));
   const FloatVec far =
       hn::Sub(hn::Set(d, 1.0f), hn::Div(hn::Set(d, 2.0f), hn::Add(e, hn::Set(d, 1.0f))));
   return hn::IfThenElse(hn::Lt(hn::Abs(x), hn::Set(d, 0.35f)), near_zero, far);
@@ -64,28 +81,33 @@ HWY_INLINE void scale_row(float* row, int64 begin, int64 end, float factor) {
     hn::Store(hn::Mul(hn::Load(d, row + i), f), d, row + i);
 }
 
-// Replaces scores by 2^((scores - reference) * scale_log2); returns the sum of each lane.
+// Replaces a vector of scores by weights, 2^((scores - reference) * scale_log2), and returns them.
 // Subtracting first loses nothing where scores are huge, and the largest score's exponent is
 // exactly zero.
+template <int degree>
+HWY_INLINE FloatVec exponentiate(FloatVec reference, FloatVec scale_log2, float* scores) {
+  const FloatTag d;
+  const FloatVec x = hn::Mul(hn::Sub(hn::Load(d, scores), reference), scale_log2);
+  const FloatVec weights = exp2_vector<degree>(x);
+  hn::Store(weights, d, scores);
+  return weights;
+}
+
+// The same for a row; returns the sum of each lane.
 template <int degree>
 HWY_INLINE FloatVec exponentiate_row(float* HWY_RESTRICT scores, int64 begin, int64 end,
                                      float scale_log2, float reference) {
   const FloatTag d;
   const FloatVec c = hn::Set(d, scale_log2);
   const FloatVec m = hn::Set(d, reference);
-  const auto weight = [&](int64 i) HWY_ATTR {
-    const FloatVec e = exp2_vector<degree>(hn::Mul(hn::Sub(hn::Load(d, scores + i), m), c));
-    hn::Store(e, d, scores + i);
-    return e;
-  };
   FloatVec sum0 = hn::Zero(d);
   FloatVec sum1 = hn::Zero(d);
   int64 i = begin;
   for (; i + 2 * lanes <= end; i += 2 * lanes) {
-    sum0 = hn::Add(sum0, weight(i));
-    sum1 = hn::Add(sum1, weight(i + lanes));
+    sum0 = hn::Add(sum0, exponentiate<degree>(m, c, scores + i));
+    sum1 = hn::Add(sum1, exponentiate<degree>(m, c, scores + i + lanes));
   }
-  for (; i < end; i += lanes) sum0 = hn::Add(sum0, weight(i));
+  for (; i < end; i += lanes) sum0 = hn::Add(sum0, exponentiate<degree>(m, c, scores + i));
   return hn::Add(sum0, sum1);
 }
 
