@@ -18,38 +18,15 @@
 #pragma once
 
 #include "core/config.h"
-#include "core/mask.h"
+#include "device/fwd_tiles.h"
 #include "device/pipeline.h"
+#include "device/scores.h"
 #include "device/tma.h"
 #include "device/wgmma.h"
 
 namespace fovea::device {
 
-using core::DType;
 using core::FwdConfig;
-using core::FwdParams;
-using core::infinity;
-using core::ScoreTransform;
-using core::SoftmaxPolicy;
-
-// ---- Tiles: which rows, which keys --------------------------------------------------------------
-
-// Rows [q_begin, q_begin + rows) of one head of one sequence, and the blocks of keys they visit
-// (core/mask.h): [begin, full_begin) and [full_end, end) are touched by a mask.
-struct FwdTile {
-  int32 head, head_kv;
-  int32 batch_q, batch_k;  // coordinates in q and out, k and v
-  int32 row_q, row_k;      // first row of the sequence there
-  int32 capacity_q, length_q, length_k;
-  int32 q_begin;
-  int32 key_begin, key_end;  // keys that any row sees
-  int32 begin, full_begin, full_end, end;
-
-  int32 last;  // nonzero behind the last tile
-
-  __forceinline__ bool exists() const { return q_begin < capacity_q; }
-  __forceinline__ int32 count() const { return end - begin; }
-};
 
 // ---- Plan: shared memory, barriers, registers ---------------------------------------------------
 
@@ -92,91 +69,6 @@ struct FwdPlan {
   static_assert(C.out_apart || C.head_dim >= C.head_dim_v, "out is staged where q was");
   static_assert(!C.tma_out || C.out_dtype == C.dtype);
 };
-
-// ---- From an index to a tile --------------------------------------------------------------------
-
-template <FwdConfig C>
-__forceinline__ void find_sequence(FwdTile& tile, const FwdParams& params, int32 b) {
-  tile.batch_q = tile.batch_k = b;
-  tile.row_q = tile.row_k = 0;
-  tile.capacity_q = tile.length_q = params.seqlen_q;
-  tile.length_k = params.seqlen_k;
-  if constexpr (C.ragged) {
-    // One sequence more than there are: rows behind the last one, which belong to no query.
-    const bool real = b < params.sequences;
-    if (params.cu_seqlens_q != nullptr) {
-      tile.batch_q = 0;
-      tile.row_q = params.cu_seqlens_q[b];
-      tile.capacity_q = (real ? params.cu_seqlens_q[b + 1] : params.total_q) - tile.row_q;
-      tile.length_q = tile.capacity_q;
-    }
-    if (!real) {
-      tile.length_q = tile.length_k = 0;
-      return;
-    }
-    if (params.seqused_q != nullptr) tile.length_q = params.seqused_q[b];
-    if (params.cu_seqlens_k != nullptr) {
-      tile.batch_k = 0;
-      tile.row_k = params.cu_seqlens_k[b];
-      tile.length_k = params.cu_seqlens_k[b + 1] - tile.row_k;
-    }
-    if (params.seqused_k != nullptr) tile.length_k = params.seqused_k[b];
-  }
-}
-
-template <FwdConfig C>
-__forceinline__ void find_blocks(FwdTile& tile, const FwdParams& params) {
-  const int32 q_end = min(tile.q_begin + core::rows_of(C), tile.length_q);
-  tile.key_begin = tile.begin = tile.full_begin = 0;
-  tile.key_end = tile.q_begin < q_end ? tile.length_k : 0;
-  tile.end = (tile.key_end + C.tile_k - 1) / C.tile_k;
-  tile.full_end = tile.key_end / C.tile_k;
-  if constexpr (core::is_windowed(C)) {
-    const core::Window window{params.window_left, params.window_right};
-    const core::KeyRange keys =
-        core::union_range(window, tile.length_q, tile.length_k, tile.q_begin, q_end);
-    const core::BlockRange blocks =
-        core::block_range(window, tile.length_q, tile.length_k, tile.q_begin, q_end, C.tile_k);
-    tile.key_begin = static_cast<int32>(keys.begin);
-    tile.key_end = static_cast<int32>(keys.end);
-    tile.begin = static_cast<int32>(blocks.begin);
-    tile.full_begin = static_cast<int32>(blocks.full_begin);
-    tile.full_end = static_cast<int32>(blocks.full_end);
-    tile.end = static_cast<int32>(blocks.end);
-    // No full block: all of them belong to the first masked loop.
-    if (tile.full_begin >= tile.full_end) tile.full_begin = tile.full_end = tile.begin;
-  }
-}
-
-// Tiles of `section` (batch, head) pairs are dealt together, so that their keys stay in L2; within
-// a section the last rows, which see most keys under a causal mask, come first.
-template <FwdConfig C>
-__forceinline__ FwdTile find_tile(const FwdParams& params, int32 index) {
-  const int32 pairs = params.batch * params.heads_q;
-  const int32 section = index / (params.section * params.q_blocks);
-  const int32 first = section * params.section;
-  const int32 width = min(params.section, pairs - first);
-  const int32 rest = index - first * params.q_blocks;
-  const int32 block = params.q_blocks - 1 - rest / width;
-  const int32 pair = first + rest % width;
-  FwdTile tile;
-  const int32 b = pair / params.heads_q;
-  tile.head = pair - b * params.heads_q;
-  tile.head_kv = tile.head / params.group_size;
-  tile.last = 0;
-  tile.q_begin = block * core::rows_of(C);
-  find_sequence<C>(tile, params, b);
-  find_blocks<C>(tile, params);
-  return tile;
-}
-
-// The tile that this CTA takes in round r when tiles are dealt in advance. Rounds alternate in
-// direction, so that a CTA with a long tile in one has a short one in the next.
-__forceinline__ int32 tile_index(int32 round) {
-  const int32 width = static_cast<int32>(gridDim.x);
-  const int32 place = static_cast<int32>(blockIdx.x);
-  return round * width + (round % 2 == 0 ? place : width - 1 - place);
-}
 
 // ---- Role: load, one thread ---------------------------------------------------------------------
 
@@ -283,17 +175,6 @@ __forceinline__ float quad_max(float x) {
 __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
-template <DType dtype>
-__forceinline__ uint32 pack(float low, float high) {
-  return dtype == DType::bf16 ? pack_bf16x2(low, high) : pack_f16x2(low, high);
-}
-
-// tanh by the exponential: exact to fp32 rounding of its argument, unlike tanh.approx (2^-11).
-__forceinline__ float tanh_accurate(float x) {
-  const float e = exp2_approximate(x * (2.0f * core::log2_e));
-  return fmaf(-2.0f, reciprocal_approximate(e + 1.0f), 1.0f);
 }
 
 // ---- Role: compute, one warpgroup ---------------------------------------------------------------

@@ -1,0 +1,25 @@
+// Arithmetic on scores and weights that the attention kernels share.
+#pragma once
+
+#include "core/config.h"
+#include "device/ptx.h"
+
+namespace fovea::device {
+
+using core::DType;
+using core::infinity;
+using core::ScoreTransform;
+using core::SoftmaxPolicy;
+
+template <DType dtype>
+__forceinline__ uint32 pack(float low, float high) {
+  return dtype == DType::bf16 ? pack_bf16x2(low, high) : pack_f16x2(low, high);
+}
+
+// tanh by the exponential: exact to fp32 rounding of its argument, unlike tanh.approx (2^-11).
+__forceinline__ float tanh_accurate(float x) {
+  const float e = exp2_approximate(x * (2.0f * core::log2_e));
+  return fmaf(-2.0f, reciprocal_approximate(e + 1.0f), 1.0f);
+}
+
+}  // namespace fovea::device
