@@ -3,9 +3,9 @@
 #include <array>
 #include <cstring>
 
-#include "async.h"
-#include "builders.h"
-#include "execute.h"
+#include "emulator/async.h"
+#include "emulator/builders.h"
+#include "emulator/execute.h"
 
 namespace fovea::emulator {
 namespace {

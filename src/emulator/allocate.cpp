@@ -1,4 +1,4 @@
-#include "allocate.h"
+#include "emulator/allocate.h"
 
 #include <algorithm>
 #include <map>

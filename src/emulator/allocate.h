@@ -1,7 +1,7 @@
 // Register slots and reconvergence points of one function inside a program.
 #pragma once
 
-#include "program.h"
+#include "emulator/program.h"
 
 namespace fovea::emulator {
 

@@ -1,8 +1,8 @@
 // Shared by the files that implement asynchronous instructions.
 #pragma once
 
-#include "builder.h"
-#include "machine.h"
+#include "emulator/builder.h"
+#include "emulator/machine.h"
 
 namespace fovea::emulator {
 

@@ -1,9 +1,9 @@
 // Named barriers, cluster barriers, mbarriers, and the register pool of setmaxnreg.
 #include <algorithm>
 
-#include "async.h"
-#include "builders.h"
-#include "execute.h"
+#include "emulator/async.h"
+#include "emulator/builders.h"
+#include "emulator/execute.h"
 
 namespace fovea::emulator {
 namespace {

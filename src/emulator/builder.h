@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-#include "program.h"
+#include "emulator/program.h"
 
 namespace fovea::emulator {
 

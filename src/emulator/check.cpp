@@ -1,8 +1,8 @@
-#include "check.h"
+#include "emulator/check.h"
 
 #include <algorithm>
 
-#include "execute.h"
+#include "emulator/execute.h"
 
 namespace fovea::emulator {
 namespace {

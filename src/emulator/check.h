@@ -16,8 +16,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "emulator.h"
-#include "numeric.h"
+#include "emulator/emulator.h"
+#include "emulator/numeric.h"
 
 namespace fovea::emulator {
 

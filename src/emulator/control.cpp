@@ -1,9 +1,9 @@
 // Branches, calls, exit, and instructions in which the lanes of a warp talk to each other.
 #include <bit>
 
-#include "allocate.h"
-#include "builders.h"
-#include "execute.h"
+#include "emulator/allocate.h"
+#include "emulator/builders.h"
+#include "emulator/execute.h"
 
 namespace fovea::emulator {
 namespace {

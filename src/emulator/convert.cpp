@@ -2,8 +2,8 @@
 #include <cmath>
 #include <cstring>
 
-#include "builders.h"
-#include "execute.h"
+#include "emulator/builders.h"
+#include "emulator/execute.h"
 
 namespace fovea::emulator {
 namespace {

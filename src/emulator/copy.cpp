@@ -3,9 +3,9 @@
 #include <cstring>
 #include <memory>
 
-#include "async.h"
-#include "builders.h"
-#include "execute.h"
+#include "emulator/async.h"
+#include "emulator/builders.h"
+#include "emulator/execute.h"
 
 namespace fovea::emulator {
 namespace {

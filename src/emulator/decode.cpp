@@ -5,10 +5,10 @@
 #include <string>
 #include <unordered_map>
 
-#include "allocate.h"
-#include "builder.h"
-#include "builders.h"
-#include "machine.h"
+#include "emulator/allocate.h"
+#include "emulator/builder.h"
+#include "emulator/builders.h"
+#include "emulator/machine.h"
 
 namespace fovea::emulator {
 namespace {
@@ -20,7 +20,7 @@ struct IsaRow {
 
 constexpr IsaRow kIsa[] = {
 #define ISA(mnemonic, modifiers, types, builder) {#mnemonic, modifiers, types, build_##builder},
-#include "isa.def"
+#include "emulator/isa.def"
 #undef ISA
 };
 
@@ -50,7 +50,7 @@ const std::unordered_map<std::string_view, LaneOp>& lane_names() {
 #define BINARY(name, ...) {#name, LaneOp::name},
 #define TERNARY(name, ...) {#name, LaneOp::name},
 #define COMPARE(name, ...) {#name, LaneOp::name},
-#include "lanes.def"
+#include "emulator/lanes.def"
 #undef UNARY
 #undef BINARY
 #undef TERNARY

@@ -1,11 +1,11 @@
 // Arithmetic, comparison, selection, moves and warp-wide instructions.
-#include "execute.h"
+#include "emulator/execute.h"
 
 #include <cfenv>
 #include <cstring>
 
-#include "allocate.h"
-#include "builders.h"
+#include "emulator/allocate.h"
+#include "emulator/builders.h"
 
 namespace fovea::emulator {
 namespace {

@@ -3,8 +3,8 @@
 
 #include <string>
 
-#include "builder.h"
-#include "machine.h"
+#include "emulator/builder.h"
+#include "emulator/machine.h"
 
 namespace fovea::emulator {
 

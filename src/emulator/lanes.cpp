@@ -1,4 +1,4 @@
-#include "lanes.h"
+#include "emulator/lanes.h"
 
 namespace fovea::emulator {
 namespace {

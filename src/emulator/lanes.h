@@ -3,7 +3,7 @@
 // multiplications and additions are never contracted and fused ones are always fused.
 #pragma once
 
-#include "numeric.h"
+#include "emulator/numeric.h"
 
 namespace fovea::emulator {
 
@@ -24,7 +24,7 @@ enum class LaneOp : u16 {
 #define BINARY(name, ...) name,
 #define TERNARY(name, ...) name,
 #define COMPARE(name, ...) name,
-#include "lanes.def"
+#include "emulator/lanes.def"
 #undef UNARY
 #undef BINARY
 #undef TERNARY

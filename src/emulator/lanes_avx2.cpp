@@ -1,3 +1,3 @@
 // Built with -mavx2 -mfma where the compiler targets x86-64; called only where both exist.
 #define FOVEA_LANES avx2
-#include "lanes_body.h"
+#include "emulator/lanes_body.h"

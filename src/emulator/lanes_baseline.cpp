@@ -1,3 +1,3 @@
 // The build of lanes.def that every processor runs.
 #define FOVEA_LANES baseline
-#include "lanes_body.h"
+#include "emulator/lanes_body.h"

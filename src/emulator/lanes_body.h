@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "lanes.h"
+#include "emulator/lanes.h"
 
 namespace fovea::emulator::FOVEA_LANES {
 namespace {
@@ -359,7 +359,7 @@ inline u32 to_e4m3(f32 value) {
     }                                                        \
     return hits;                                             \
   }
-#include "lanes.def"
+#include "emulator/lanes.def"
 #undef UNARY
 #undef BINARY
 #undef TERNARY
@@ -412,7 +412,7 @@ const LaneFunction kLaneFunctions[] = {
 #define BINARY(name, ...) name,
 #define TERNARY(name, ...) name,
 #define COMPARE(name, ...) name,
-#include "lanes.def"
+#include "emulator/lanes.def"
 #undef UNARY
 #undef BINARY
 #undef TERNARY

@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "async.h"
-#include "execute.h"
+#include "emulator/async.h"
+#include "emulator/execute.h"
 
 namespace fovea::emulator {
 namespace {

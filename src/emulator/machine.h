@@ -9,9 +9,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include "check.h"
-#include "emulator.h"
-#include "program.h"
+#include "emulator/check.h"
+#include "emulator/emulator.h"
+#include "emulator/program.h"
 
 namespace fovea::emulator {
 

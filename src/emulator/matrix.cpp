@@ -1,10 +1,10 @@
-#include "matrix.h"
+#include "emulator/matrix.h"
 
 #include <array>
 #include <cstring>
 
-#include "async.h"
-#include "execute.h"
+#include "emulator/async.h"
+#include "emulator/execute.h"
 
 namespace fovea::emulator {
 namespace {

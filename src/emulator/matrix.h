@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "machine.h"
+#include "emulator/machine.h"
 
 namespace fovea::emulator {
 

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "execute.h"
+#include "emulator/execute.h"
 
 namespace fovea::emulator {
 namespace {

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <unordered_map>
 
-#include "syntax.h"
+#include "emulator/syntax.h"
 
 namespace fovea::emulator {
 namespace {

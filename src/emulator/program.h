@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "lanes.h"
-#include "syntax.h"
+#include "emulator/lanes.h"
+#include "emulator/syntax.h"
 
 namespace fovea::emulator {
 

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "emulator.h"
+#include "emulator/emulator.h"
 
 namespace fovea::emulator {
 namespace {

@@ -1,4 +1,4 @@
-#include "syntax.h"
+#include "emulator/syntax.h"
 
 #include <array>
 #include <utility>

@@ -8,8 +8,8 @@
 #include <string_view>
 #include <vector>
 
-#include "emulator.h"
-#include "numeric.h"
+#include "emulator/emulator.h"
+#include "emulator/numeric.h"
 
 namespace fovea::emulator {
 

@@ -3,9 +3,9 @@
 #include <cstring>
 #include <memory>
 
-#include "builders.h"
-#include "execute.h"
-#include "tensor.h"
+#include "emulator/builders.h"
+#include "emulator/execute.h"
+#include "emulator/tensor.h"
 
 namespace fovea::emulator {
 namespace {

@@ -3,14 +3,14 @@
 // Order follows the manual: products of one thread into the same accumulator, with the same shape
 // and kind, are done in issue order; copies precede later products; a commit follows everything
 // before it. Nothing else is ordered, unless the schedule asks for in-order execution.
-#include "tensor.h"
+#include "emulator/tensor.h"
 
 #include <algorithm>
 #include <cstring>
 #include <memory>
 
-#include "builders.h"
-#include "execute.h"
+#include "emulator/builders.h"
+#include "emulator/execute.h"
 
 namespace fovea::emulator {
 namespace {

@@ -1,8 +1,8 @@
 // Tensor memory: what the two files of tcgen05 share.
 #pragma once
 
-#include "async.h"
-#include "matrix.h"
+#include "emulator/async.h"
+#include "emulator/matrix.h"
 
 namespace fovea::emulator {
 

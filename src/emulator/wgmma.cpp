@@ -3,9 +3,9 @@
 #include <cstring>
 #include <memory>
 
-#include "builders.h"
-#include "execute.h"
-#include "matrix.h"
+#include "emulator/builders.h"
+#include "emulator/execute.h"
+#include "emulator/matrix.h"
 
 namespace fovea::emulator {
 namespace {

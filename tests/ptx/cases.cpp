@@ -1,4 +1,4 @@
-#include "cases.h"
+#include "tests/ptx/cases.h"
 
 #include <bit>
 #include <cmath>

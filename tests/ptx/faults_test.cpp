@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "kernel_runner.h"
+#include "tests/ptx/kernel_runner.h"
 
 namespace fovea::emulator::testing {
 namespace {

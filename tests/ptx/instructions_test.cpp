@@ -1,9 +1,9 @@
 // One tiny kernel per instruction form, with the results the manual defines.
 #include <gtest/gtest.h>
 
-#include "cases.h"
-#include "emulator.h"
-#include "kernel_runner.h"
+#include "emulator/emulator.h"
+#include "tests/ptx/cases.h"
+#include "tests/ptx/kernel_runner.h"
 
 namespace fovea::emulator::testing {
 namespace {

@@ -1,4 +1,4 @@
-#include "kernel_runner.h"
+#include "tests/ptx/kernel_runner.h"
 
 #include <algorithm>
 #include <cmath>
@@ -9,7 +9,7 @@
 #include <sstream>
 #include <vector>
 
-#include "numeric.h"
+#include "emulator/numeric.h"
 
 namespace fovea::emulator::testing {
 namespace {

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "emulator.h"
+#include "emulator/emulator.h"
 
 namespace fovea::emulator::testing {
 

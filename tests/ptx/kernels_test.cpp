@@ -1,7 +1,7 @@
 // Whole kernels under every schedule: the right product, and not a single report.
 #include <gtest/gtest.h>
 
-#include "kernel_runner.h"
+#include "tests/ptx/kernel_runner.h"
 
 namespace fovea::emulator::testing {
 namespace {

@@ -3,8 +3,8 @@
 
 #include <random>
 
-#include "emulator.h"
-#include "kernel_runner.h"
+#include "emulator/emulator.h"
+#include "tests/ptx/kernel_runner.h"
 
 namespace fovea::emulator::testing {
 namespace {

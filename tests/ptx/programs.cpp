@@ -1,4 +1,4 @@
-#include "programs.h"
+#include "tests/ptx/programs.h"
 
 #include <algorithm>
 #include <filesystem>

@@ -1,11 +1,11 @@
 // Small programs, one to a file in programs/: what they write, or which fault they must be blamed
 // for.
-#include "programs.h"
+#include "tests/ptx/programs.h"
 
 #include <gtest/gtest.h>
 
-#include "emulator.h"
-#include "kernel_runner.h"
+#include "emulator/emulator.h"
+#include "tests/ptx/kernel_runner.h"
 
 namespace fovea::emulator::testing {
 namespace {

@@ -7,11 +7,11 @@
 #include <exception>
 #include <map>
 
-#include "cases.h"
-#include "emulator.h"
-#include "kernel_runner.h"
-#include "programs.h"
-#include "twin_driver.h"
+#include "emulator/emulator.h"
+#include "tests/ptx/cases.h"
+#include "tests/ptx/kernel_runner.h"
+#include "tests/ptx/programs.h"
+#include "tests/ptx/twin_driver.h"
 
 namespace fovea::emulator::testing {
 namespace {

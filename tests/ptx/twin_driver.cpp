@@ -1,4 +1,4 @@
-#include "twin_driver.h"
+#include "tests/ptx/twin_driver.h"
 
 #include <dlfcn.h>
 

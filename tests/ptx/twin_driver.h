@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "kernel_runner.h"
+#include "tests/ptx/kernel_runner.h"
 
 namespace fovea::emulator::testing {
 

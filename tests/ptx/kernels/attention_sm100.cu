@@ -2,7 +2,7 @@
 // with A from tensor memory. No maximum is taken: the test keeps scores small. One tile of 128
 // queries, 64 keys to a block, head dimension 64; warps 0 to 3 are softmax and output, warp 4 loads
 // and multiplies.
-#include "ptx.h"
+#include "tests/ptx/kernels/ptx.h"
 
 struct alignas(1024) Shared {
   u16 q[128 * 64], k[2][64 * 64], v[2][64 * 64];

@@ -1,7 +1,7 @@
 // Attention on Hopper with P in registers: S = Q K^T from shared memory, P = exp2(S) repacked as
 // the A fragment of O += P V, V MN-major. No maximum is taken: the test keeps scores small. One
 // warpgroup of 64 queries and one loading warp, 64 keys to a block, head dimension 64, f32 output.
-#include "ptx.h"
+#include "tests/ptx/kernels/ptx.h"
 
 struct alignas(1024) Shared {
   u16 q[64 * 64], k[2][64 * 64], v[2][64 * 64];

@@ -1,7 +1,7 @@
 // C = A B^T with tcgen05, bf16 in, f32 out: one accumulator of 128 (or, with a pair of CTAs, 256)
 // rows and 128 columns in tensor memory; warp 0 loads, warp 1 multiplies, warps 4 to 7 store. Two
 // tiles per CTA, so that the accumulator is handed back and forth.
-#include "ptx.h"
+#include "tests/ptx/kernels/ptx.h"
 
 constexpr int kStages = 3, kDepth = 64, kColumns = 128;
 

@@ -1,6 +1,6 @@
 // C = A B^T, bf16 in and out: 128x128 tiles, TMA into a ring of 3 stages, two consumer warpgroups
 // of 64 rows with wgmma, stmatrix and a TMA store. Two tiles per CTA, one after the other.
-#include "ptx.h"
+#include "tests/ptx/kernels/ptx.h"
 
 constexpr int kStages = 3, kDepth = 64;
 
