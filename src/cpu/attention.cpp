@@ -160,7 +160,7 @@ Wave next_wave(const core::Problem& p, const ForwardConfig& config, int64 begin)
 }
 
 // Packs every key block of the wave that some query sees; thread `thread` of `threads` takes its
-// share. The heads of a block follow each other because they lie on the same pages of memory.
+// share.
 void pack_wave(const core::Problem& p, const ForwardConfig& config, const Wave& wave, int thread,
                int threads, const TileScratch& scratch, const Packs& packs) {
   const int64 slot_floats = Packs::slot_floats(p, config);
@@ -172,10 +172,8 @@ void pack_wave(const core::Problem& p, const ForwardConfig& config, const Wave& 
     const int64 blocks = key_blocks(s, config);
     for (int64 block = seen.begin / config.block_k; block * config.block_k < seen.end; ++block) {
       if (item++ % threads != thread) continue;
-      for (int32 head = 0; head < p.heads_kv; ++head) {
-        pack_block(p, config, b, head, block, scratch.staging,
-                   packs.slots + (first_slot + head * blocks + block) * slot_floats);
-      }
+      pack_block(p, config, b, block, scratch.staging,
+                 packs.slots + (first_slot + block) * slot_floats, blocks * slot_floats);
     }
     first_slot += blocks * p.heads_kv;
   }

@@ -95,19 +95,19 @@ struct Bf16Products {
     if (head_dim % 2 != 0) row[head_dim] = 0;
   }
 
-  static void pack_keys(const KeyRows& rows, int64 begin, int64 count, int64 head_dim,
-                        float* staging, Element* panels) {
+  static void pack_keys(const KeyRows& rows, const KeyPart& part, int64 head_dim, float* staging,
+                        Element* panels) {
     const int64 pairs = core::ceil_div(head_dim, 2);
     auto* stage = reinterpret_cast<uint16*>(staging);
     auto* words = reinterpret_cast<uint32*>(panels);
-    const int64 groups = core::ceil_div(count, panel_width) * panel_width;
-    for (int64 key = 0; key < groups; key += 4) {
+    const int64 padded = core::ceil_div(part.end, panel_width) * panel_width;
+    for (int64 key = part.begin; key < padded; key += 4) {
       const uint32* row[4];
       for (int64 i = 0; i < 4; ++i) {
         uint16* to = stage + i * 2 * pairs;
-        if (key + i < count) {
-          prefetch_row(rows, begin + key + i + rows_ahead, head_dim);
-          pack_query(rows.view, rows.offset(begin + key + i), head_dim, to);
+        if (key + i < part.count) {
+          prefetch_key(rows, part.first_key + key + i + rows_ahead, head_dim);
+          pack_query(rows.view, rows.offset(part.first_key + key + i), head_dim, to);
         } else {
           std::memset(to, 0, static_cast<std::size_t>(pairs) * sizeof(uint32));
         }
@@ -118,20 +118,22 @@ struct Bf16Products {
     }
   }
 
-  static void pack_values(const KeyRows& rows, int64 begin, int64 count, int64 columns,
-                          float* staging, Element* panels) {
+  static void pack_values(const KeyRows& rows, const KeyPart& part, int64 columns, float* staging,
+                          Element* panels) {
     const hn::Full128<uint16> d;
     const int64 padded = padded_columns(columns);
-    const int64 depth = core::ceil_div(count, 2) * 2;
+    const int64 depth = core::ceil_div(part.count, 2) * 2;
     auto* even = reinterpret_cast<uint16*>(staging);
     uint16* odd = even + padded;
     std::memset(even, 0, static_cast<std::size_t>(2 * padded) * sizeof(uint16));
-    for (int64 key = 0; key < depth; key += 2) {
-      prefetch_row(rows, begin + key + rows_ahead, columns);
-      prefetch_row(rows, begin + key + 1 + rows_ahead, columns);
-      copy_row_bf16(rows.view, rows.offset(begin + key), rows.view.stride[3], columns, even);
-      if (key + 1 < count) {
-        copy_row_bf16(rows.view, rows.offset(begin + key + 1), rows.view.stride[3], columns, odd);
+    for (int64 key = part.begin; key < part.end; key += 2) {
+      prefetch_key(rows, part.first_key + key + rows_ahead, columns);
+      prefetch_key(rows, part.first_key + key + 1 + rows_ahead, columns);
+      copy_row_bf16(rows.view, rows.offset(part.first_key + key), rows.view.stride[3], columns,
+                    even);
+      if (key + 1 < part.count) {
+        copy_row_bf16(rows.view, rows.offset(part.first_key + key + 1), rows.view.stride[3],
+                      columns, odd);
       } else {
         std::memset(odd, 0, static_cast<std::size_t>(columns) * sizeof(uint16));
       }

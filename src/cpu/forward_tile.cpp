@@ -54,8 +54,8 @@ void forward_tile(const core::Problem& problem, const ForwardConfig& config, con
 }
 
 void pack_block(const core::Problem& problem, const ForwardConfig& config, core::int64 batch,
-                core::int32 head_kv, core::int64 block, float* staging, float* slot) {
-  HWY_DYNAMIC_DISPATCH(run_pack)(problem, config, batch, head_kv, block, staging, slot);
+                core::int64 block, float* staging, float* slot, core::int64 slots_apart) {
+  HWY_DYNAMIC_DISPATCH(run_pack)(problem, config, batch, block, staging, slot, slots_apart);
 }
 
 bool has_bf16_products() {

@@ -18,8 +18,8 @@ inline constexpr core::int64 padded(core::int64 count, core::int64 multiple = ma
 // Few rows: the most keys ahead of the products for which memory is asked.
 inline constexpr core::int64 most_keys_ahead = 64;
 
-// The keys of a block, on vector bounds, that any row of a row block sees; full: all rows see all
-// keys of the block.
+// The keys of a block that any row of a row block sees, from a vector's bound on; full: all rows
+// see all keys of the block.
 struct VisibleKeys {
   core::KeyRange keys;
   bool full = false;
@@ -67,9 +67,10 @@ struct Packs {
   }
 };
 
-// Packs one block of keys of one head into its slot. `staging` is that of a TileScratch.
+// Packs one block of keys of every head: the first into `slot`, each other slots_apart floats
+// behind the one before. `staging` is that of a TileScratch.
 void pack_block(const core::Problem& problem, const ForwardConfig& config, core::int64 batch,
-                core::int32 head_kv, core::int64 block, float* staging, float* slot);
+                core::int64 block, float* staging, float* slot, core::int64 slots_apart);
 
 void forward_tile(const core::Problem& problem, const ForwardConfig& config, const core::Tile& tile,
                   const TileScratch& scratch, const Packs& packs, const Partials& partials,

@@ -180,16 +180,29 @@ struct KeyRows {
   }
 };
 
+// Positions [begin, end) of the block of `count` keys that starts at first_key: packing may go part
+// by part. Parts are cut at multiples of panel_width.
+struct KeyPart {
+  int64 first_key;
+  int64 count;
+  int64 begin;
+  int64 end;
+};
+
 // How many rows ahead of packing memory is asked for.
 inline constexpr int64 rows_ahead = 8;
 
 // Asks for a row before it is packed. Rows are often a page apart (BSHD with many heads), where no
 // hardware prefetcher follows.
-HWY_INLINE void prefetch_row(const KeyRows& rows, int64 key, int64 columns) {
-  if (key >= rows.sequence.length_k || rows.view.stride[3] != 1) return;
-  const int64 bytes = core::size_bytes(rows.view.dtype);
-  const char* row = static_cast<const char*>(rows.view.data) + rows.offset(key) * bytes;
+HWY_INLINE void prefetch_row(const core::View& view, int64 offset, int64 columns) {
+  if (view.stride[3] != 1) return;
+  const int64 bytes = core::size_bytes(view.dtype);
+  const char* row = static_cast<const char*>(view.data) + offset * bytes;
   for (int64 i = 0; i < columns * bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
+}
+
+HWY_INLINE void prefetch_key(const KeyRows& rows, int64 key, int64 columns) {
+  if (key < rows.sequence.length_k) prefetch_row(rows.view, rows.offset(key), columns);
 }
 
 // How products in fp32 store and pack their operands. Serves fp32 exactly, and bf16 and fp16 on
@@ -210,23 +223,23 @@ struct Float32Products {
     load_row(view, offset, view.stride[3], head_dim, row);
   }
 
-  // Packs keys [begin, begin + count) of K into transposed panels of panel_width keys; the last
-  // panel is padded with zero keys. `staging` holds four rows of depth elements.
-  static void pack_keys(const KeyRows& rows, int64 begin, int64 count, int64 head_dim,
-                        float* staging, float* panels) {
+  // Packs K into transposed panels of panel_width keys; the last panel is padded with zero keys.
+  // `staging` holds four rows of depth elements.
+  static void pack_keys(const KeyRows& rows, const KeyPart& part, int64 head_dim, float* staging,
+                        float* panels) {
     const bool direct = rows.view.dtype == core::DType::f32 && rows.view.stride[3] == 1;
-    const int64 padded = core::ceil_div(count, panel_width) * panel_width;
-    for (int64 key = 0; key < padded; key += 4) {
+    const int64 padded = core::ceil_div(part.end, panel_width) * panel_width;
+    for (int64 key = part.begin; key < padded; key += 4) {
       const uint32* row[4];
       for (int64 i = 0; i < 4; ++i) {
         float* stage = staging + i * head_dim;
         row[i] = reinterpret_cast<const uint32*>(stage);
-        if (key + i >= count) {
+        if (key + i >= part.count) {
           std::memset(stage, 0, static_cast<std::size_t>(head_dim) * sizeof(float));
           continue;
         }
-        prefetch_row(rows, begin + key + i + rows_ahead, head_dim);
-        const int64 offset = rows.offset(begin + key + i);
+        prefetch_key(rows, part.first_key + key + i + rows_ahead, head_dim);
+        const int64 offset = rows.offset(part.first_key + key + i);
         if (direct) {
           row[i] = static_cast<const uint32*>(rows.view.data) + offset;
         } else {
@@ -239,18 +252,18 @@ struct Float32Products {
     }
   }
 
-  // Packs rows [begin, begin + count) of V; each row's columns are padded with zeros to whole
-  // vectors. `staging` holds one row of padded columns.
-  static void pack_values(const KeyRows& rows, int64 begin, int64 count, int64 columns,
-                          float* staging, float* panels) {
+  // Packs V; each row's columns are padded with zeros to whole vectors. `staging` holds one row of
+  // padded columns.
+  static void pack_values(const KeyRows& rows, const KeyPart& part, int64 columns, float* staging,
+                          float* panels) {
     const FloatTag d;
     const int64 padded = padded_columns(columns);
     const bool direct =
         rows.view.dtype == core::DType::f32 && rows.view.stride[3] == 1 && padded == columns;
     for (int64 i = columns; i < padded; ++i) staging[i] = 0.0f;
-    for (int64 key = 0; key < count; ++key) {
-      prefetch_row(rows, begin + key + rows_ahead, columns);
-      const int64 offset = rows.offset(begin + key);
+    for (int64 key = part.begin; key < part.end; ++key) {
+      prefetch_key(rows, part.first_key + key + rows_ahead, columns);
+      const int64 offset = rows.offset(part.first_key + key);
       const float* row = static_cast<const float*>(rows.view.data) + offset;
       if (!direct) {
         load_row(rows.view, offset, rows.view.stride[3], columns, staging);
@@ -258,7 +271,7 @@ struct Float32Products {
       }
       for (int64 column = 0; column < padded; column += panel_width) {
         const int64 width = core::min64(panel_width, padded - column);
-        float* to = panels + column * count + key * width;
+        float* to = panels + column * part.count + key * width;
         for (int64 i = 0; i < width; i += lanes) {
           hn::Store(hn::LoadU(d, row + column + i), d, to + i);
         }

@@ -40,19 +40,28 @@ inline void run_tile(const core::Problem& problem, const ForwardConfig& config,
 }
 
 inline void run_pack(const core::Problem& problem, const ForwardConfig& config, int64 batch,
-                     core::int32 head_kv, int64 block, float* staging, float* slot) {
+                     int64 block, float* staging, float* slot, int64 slots_apart) {
   const core::Sequence sequence = core::sequence_at(problem, batch);
   const int64 first_key = block * config.block_k;
   const int64 count = core::min64(config.block_k, sequence.length_k - first_key);
-  const KeyRows keys{problem, problem.k, sequence, batch, head_kv};
-  const KeyRows values{problem, problem.v, sequence, batch, head_kv};
-  float* const packed_values = slot + Packs::key_floats(problem, config);
+  // Keys in panels, the heads of a panel after each other: memory's order where the heads of a key
+  // lie side by side.
+  for (int64 key = 0; key < count; key += panel_width) {
+    const KeyPart part{first_key, count, key, core::min64(count, key + panel_width)};
+    for (int64 head = 0; head < problem.heads_kv; ++head) {
+      const KeyRows keys{problem, problem.k, sequence, batch, head};
+      const KeyRows values{problem, problem.v, sequence, batch, head};
+      float* const packed_keys = slot + head * slots_apart;
+      float* const packed_values = packed_keys + Packs::key_floats(problem, config);
 #if HWY_TARGET == HWY_AVX3
-  if (config.bf16_products) {
-    return pack<Bf16Products>(keys, values, first_key, count, staging, slot, packed_values);
-  }
+      if (config.bf16_products) {
+        pack<Bf16Products>(keys, values, part, staging, packed_keys, packed_values);
+        continue;
+      }
 #endif
-  pack<Float32Products>(keys, values, first_key, count, staging, slot, packed_values);
+      pack<Float32Products>(keys, values, part, staging, packed_keys, packed_values);
+    }
+  }
 }
 
 inline const char* target_name() { return hwy::TargetName(HWY_TARGET); }

@@ -237,12 +237,12 @@ class TileRows {
 };
 
 template <class Products>
-void pack(const KeyRows& keys, const KeyRows& values, int64 first_key, int64 count, float* staging,
+void pack(const KeyRows& keys, const KeyRows& values, const KeyPart& part, float* staging,
           float* packed_keys, float* packed_values) {
   using Element = typename Products::Element;
-  Products::pack_keys(keys, first_key, count, keys.problem.head_dim, staging,
+  Products::pack_keys(keys, part, keys.problem.head_dim, staging,
                       reinterpret_cast<Element*>(packed_keys));
-  Products::pack_values(values, first_key, count, values.problem.head_dim_v, staging,
+  Products::pack_values(values, part, values.problem.head_dim_v, staging,
                         reinterpret_cast<Element*>(packed_values));
 }
 
@@ -275,11 +275,14 @@ class PackedTile : TileRows<exp2_degree> {
 
   void load_queries() const {
     const core::Problem& p = this->p_;
+    const auto offset = [&](int64 row) {
+      const core::PackedRow at = this->packed(row);
+      return p.q.offset(this->sequence_.batch_q, this->sequence_.row_q + at.query, at.head);
+    };
     for (int64 r = 0; r < this->rows_; ++r) {
-      const core::PackedRow at = this->packed(r);
+      if (r + rows_ahead < this->rows_) prefetch_row(p.q, offset(r + rows_ahead), p.head_dim);
       Products::pack_query(
-          p.q, p.q.offset(this->sequence_.batch_q, this->sequence_.row_q + at.query, at.head),
-          p.head_dim,
+          p.q, offset(r), p.head_dim,
           reinterpret_cast<Element*>(this->scratch_.queries + r * this->scratch_.query_stride));
     }
   }
@@ -297,7 +300,7 @@ class PackedTile : TileRows<exp2_degree> {
       values = keys + Packs::key_floats(p, c);
     } else {
       pack<Products>(this->key_rows(p.k, this->tile_.head_kv),
-                     this->key_rows(p.v, this->tile_.head_kv), first_key, count,
+                     this->key_rows(p.v, this->tile_.head_kv), {first_key, count, 0, count},
                      this->scratch_.staging, keys, values);
     }
     const int64 strips = core::ceil_div(this->rows_, this->config_.strip_q);
@@ -319,12 +322,12 @@ class PackedTile : TileRows<exp2_degree> {
       const core::KeyRange seen = visible.keys;
       if (seen.empty()) continue;
       for (int64 r = rows.begin; r < rows.end; ++r) {
-        this->softmax_row(r, first_key, seen.begin, seen.end, count, visible.full,
-                          [&](int64 row) { multiply_row(row, seen, keys); });
+        this->softmax_row(r, first_key, seen.begin, core::round_up(seen.end, lanes), count,
+                          visible.full, [&](int64 row) { multiply_row(row, seen, keys); });
       }
     }
     if (partial && Products::has_nonfinite(values, packed_depth(count) * columns_of_values())) {
-      add_values_row_by_row(first_key, count);
+      add_values_row_by_row(first_key);
     } else {
       for (int64 b = 0; b < row_blocks(); ++b) convert_weights(b);
       multiply_values(count, values);
@@ -341,7 +344,7 @@ class PackedTile : TileRows<exp2_degree> {
       const int64 end = core::min64(count, any.end - first_key);
       VisibleKeys seen;
       if (begin < end) {
-        seen.keys = {begin / lanes * lanes, core::ceil_div(end, lanes) * lanes};
+        seen.keys = {begin / lanes * lanes, end};
         const core::KeyRange all =
             core::common_range(this->p_.window, this->sequence_.length_q, this->sequence_.length_k,
                                this->query(rows.begin), this->query(rows.end - 1) + 1);
@@ -377,7 +380,7 @@ class PackedTile : TileRows<exp2_degree> {
     if (this->config_.pack_slots > 0) return;
     const KeyRows rows = this->key_rows(view, this->tile_.head_kv);
     const core::RowBlock share = core::row_block(this->config_.block_k, products, product);
-    for (int64 i = share.begin; i < share.end; ++i) prefetch_row(rows, next_key_ + i, columns);
+    for (int64 i = share.begin; i < share.end; ++i) prefetch_key(rows, next_key_ + i, columns);
   }
 
   void multiply_queries(int64 count, const Element* keys) const {
@@ -412,7 +415,7 @@ class PackedTile : TileRows<exp2_degree> {
     const core::RowBlock rows = row_block(b);
     const core::KeyRange seen = s.visible[b].keys;
     for (int64 r = rows.begin; r < rows.end; ++r) {
-      Products::convert_weights(this->scores(r), seen.begin, seen.end);
+      Products::convert_weights(this->scores(r), seen.begin, core::round_up(seen.end, lanes));
     }
   }
 
@@ -437,7 +440,7 @@ class PackedTile : TileRows<exp2_degree> {
                            {.a = weights + seen.begin,
                             .a_stride = s.score_stride * elements_per_float,
                             .panel = values + column * depth + seen.begin * width,
-                            .depth = core::min64(depth, seen.end) - seen.begin,
+                            .depth = packed_depth(seen.end) - seen.begin,
                             .c = s.out + rows.begin * s.out_stride + column,
                             .c_stride = s.out_stride,
                             .accumulate = true});
@@ -448,12 +451,12 @@ class PackedTile : TileRows<exp2_degree> {
   int64 next_key_ = 0;  // first key of the block after this one
   int64 strip_end_ = 0;
 
-  void add_values_row_by_row(int64 first_key, int64 count) const {
+  void add_values_row_by_row(int64 first_key) const {
     for (int64 b = 0; b < row_blocks(); ++b) {
       const core::RowBlock rows = row_block(b);
       const core::KeyRange seen = this->scratch_.visible[b].keys;
       for (int64 r = rows.begin; r < rows.end; ++r) {
-        this->add_values_selectively(r, first_key, seen.begin, core::min64(seen.end, count));
+        this->add_values_selectively(r, first_key, seen.begin, seen.end);
       }
     }
   }
