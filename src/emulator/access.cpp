@@ -10,7 +10,7 @@
 namespace fovea::emulator {
 namespace {
 
-enum AccessFlags : u32 { kStrong = 1, kAcquire = 2, kRelease = 4 };
+enum AccessFlags : u32 { flag_strong = 1, flag_acquire = 2, flag_release = 4 };
 
 // Extra cycles of one access: lanes of a phase that hit different words of one of the 32 banks.
 u64 bank_conflicts(const u32* offsets, u32 mask, u32 bytes) {
@@ -92,15 +92,15 @@ void check_access(Warp& warp, const Inst& inst, const Lanes& lanes, u32 bytes, A
 }
 
 void synchronise(Warp& warp, const Inst& inst, const Lanes& lanes, bool load, bool store) {
-  if (!warp.launch->checks || (inst.flags & kStrong) == 0) return;
+  if (!warp.launch->checks || (inst.flags & flag_strong) == 0) return;
   for_lanes(warp.active, [&](int lane) {
     const Place& place = lanes.place[static_cast<std::size_t>(lane)];
     const u64 key = place.space == Space::shared
                         ? kSharedWindow + (u64{place.cta->rank} << kRankShift) + place.offset
                         : place.address;
     if (place.space != Space::shared && place.space != Space::global) return;
-    check_global_sync(warp, key, (inst.flags & kRelease) != 0, (inst.flags & kAcquire) != 0, store,
-                      load);
+    check_global_sync(warp, key, (inst.flags & flag_release) != 0, (inst.flags & flag_acquire) != 0,
+                      store, load);
   });
 }
 
@@ -152,7 +152,7 @@ Step run_load(Warp& warp, const Inst& inst) {
   Lanes lanes;
   if (!locate(warp, inst, o[inst.outputs], total, false, lanes)) return Step::next;
   check_access(warp, inst, lanes, total,
-               (inst.flags & kStrong) != 0 ? Access::atomic : Access::read);
+               (inst.flags & flag_strong) != 0 ? Access::atomic : Access::read);
   synchronise(warp, inst, lanes, true, false);
   for (u32 i = 0; i < inst.outputs; ++i) {
     for_lanes(warp.active, [&](int lane) {
@@ -171,7 +171,7 @@ Step run_store(Warp& warp, const Inst& inst) {
   Lanes lanes;
   if (!locate(warp, inst, o[0], total, true, lanes)) return Step::next;
   check_access(warp, inst, lanes, total,
-               (inst.flags & kStrong) != 0 ? Access::atomic : Access::write);
+               (inst.flags & flag_strong) != 0 ? Access::atomic : Access::write);
   synchronise(warp, inst, lanes, false, true);
   for_lanes(warp.active, [&](int lane) {
     u8* data = lanes.place[static_cast<std::size_t>(lane)].data;
@@ -185,10 +185,11 @@ Step run_store(Warp& warp, const Inst& inst) {
     }
   });
   count_access(warp, lanes, total, true);
-  if ((inst.flags & kStrong) != 0)
+  if ((inst.flags & flag_strong) != 0) {
     warp.cluster->changed();
-  else
+  } else {
     ++warp.cluster->stores;
+  }
   return Step::next;
 }
 
@@ -240,7 +241,8 @@ void access_flags(Builder& b) {
   const bool acquire = b.has("acquire") || b.has("acq_rel");
   const bool release = b.has("release") || b.has("acq_rel");
   const bool strong = b.has("volatile") || b.has("relaxed") || b.has("mmio") || acquire || release;
-  b.inst.flags = (strong ? kStrong : 0u) | (acquire ? kAcquire : 0u) | (release ? kRelease : 0u);
+  b.inst.flags =
+      (strong ? flag_strong : 0u) | (acquire ? flag_acquire : 0u) | (release ? flag_release : 0u);
 }
 
 int atomic_kind(const Builder& b) {
@@ -441,10 +443,11 @@ void build_store(Builder& b) {
   b.address(b.operand(0), inst.space);
   const Operand& from = b.operand(1);
   auto value = [&](const Operand& item) {
-    if (item.kind == Operand::Kind::reg)
+    if (item.kind == Operand::Kind::reg) {
       b.input_any(item);
-    else
+    } else {
       b.input(item, inst.type);
+    }
   };
   if (from.kind == Operand::Kind::vector) {
     for (const Operand& item : from.items) value(item);
@@ -464,7 +467,7 @@ void build_atomic(Builder& b) {
   inst.mode = static_cast<u8>(kind);
   inst.unit = Unit::memory;
   access_flags(b);
-  inst.flags |= kStrong;
+  inst.flags |= flag_strong;
   b.output_list(b.operand(0), inst.type);
   inst.extra = std::max<u32>(1, inst.outputs);
   b.address(b.operand(1), inst.space);
@@ -486,7 +489,7 @@ void build_reduction(Builder& b) {
   inst.mode = static_cast<u8>(kind);
   inst.unit = Unit::memory;
   access_flags(b);
-  inst.flags |= kStrong;
+  inst.flags |= flag_strong;
   b.address(b.operand(0), inst.space);
   b.input_list(b.operand(1), inst.type);
   inst.extra = inst.inputs - 1u;

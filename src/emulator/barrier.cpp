@@ -12,7 +12,7 @@ constexpr i64 kMaxTransactions = (1 << 20) - 1;
 
 // ---- named barriers. A warp arrives once and waits for the generation to end.
 
-enum BarMode : u8 { kSync, kArrive, kRed };
+enum BarMode : u8 { bar_sync, bar_arrive, bar_red };
 
 u32 barrier_number(Warp& warp, const Inst& inst, const OperandRef& operand) {
   const u32 id = warp.value32(operand, warp.first_lane());
@@ -101,12 +101,12 @@ Step run_bar(Warp& warp, const Inst& inst) {
   if (fragment.token == 0) {
     const u32 expected =
         o[1].kind == OperandRef::Kind::none ? 0 : warp.value32(o[1], warp.first_lane());
-    if (inst.mode == kRed) add_votes(warp, inst, barrier);
+    if (inst.mode == bar_red) add_votes(warp, inst, barrier);
     arrive_named(warp, inst, barrier, id, expected);
     ++warp.counters.barrier_waits;
     fragment.token = barrier.generation + 1;
     if (named_complete(warp, barrier)) end_generation(*warp.cta, barrier);
-    if (inst.mode == kArrive) {
+    if (inst.mode == bar_arrive) {
       fragment.token = 0;
       return Step::next;
     }
@@ -116,7 +116,7 @@ Step run_bar(Warp& warp, const Inst& inst) {
   if (barrier.generation == fragment.token - 1) return Step::blocked;
   fragment.token = 0;
   if (warp.launch->checks) check_acquire(warp, barrier.done);
-  if (inst.mode == kRed) write_reduction(warp, inst, barrier);
+  if (inst.mode == bar_red) write_reduction(warp, inst, barrier);
   return Step::next;
 }
 
@@ -225,17 +225,22 @@ Step run_setmaxnreg(Warp& warp, const Inst& inst) {
 // ---- mbarrier
 
 enum MbarrierMode : u8 {
-  kInit,
-  kInval,
-  kArriveOne,
-  kArriveDrop,
-  kTest,
-  kTry,
-  kExpect,
-  kComplete,
-  kPending
+  mode_init,
+  mode_inval,
+  mode_arrive_one,
+  mode_arrive_drop,
+  mode_test,
+  mode_try,
+  mode_expect,
+  mode_complete,
+  mode_pending
 };
-enum MbarrierFlags : u32 { kParity = 1, kRelaxed = 2, kWithExpect = 4, kNoComplete = 8 };
+enum MbarrierFlags : u32 {
+  flag_parity = 1,
+  flag_relaxed = 2,
+  flag_with_expect = 4,
+  flag_no_complete = 8
+};
 
 u64 state_token(const Mbarrier& barrier) {
   return barrier.phase << 32 | (static_cast<u64>(barrier.pending) & 0xfffffu);
@@ -322,7 +327,7 @@ Step run_arrive(Warp& warp, const Inst& inst) {
     if (target.barrier == nullptr) return Step::next;
     Mbarrier& barrier = *target.barrier;
     u32 count = 1;
-    if ((inst.flags & kWithExpect) != 0) {
+    if ((inst.flags & flag_with_expect) != 0) {
       expect_bytes(warp, inst, barrier, lane, warp.value32(in[1], lane));
     } else if (inst.inputs > 1) {
       count = warp.value32(in[1], lane);
@@ -332,10 +337,10 @@ Step run_arrive(Warp& warp, const Inst& inst) {
     }
     const bool fresh = &barrier != last;
     last = &barrier;
-    if (warp.launch->checks && fresh && (inst.flags & kRelaxed) == 0) {
+    if (warp.launch->checks && fresh && (inst.flags & flag_relaxed) == 0) {
       check_release(warp, barrier.arriving);
     }
-    if (inst.mode == kArriveDrop) barrier.expected -= std::min(count, barrier.expected);
+    if (inst.mode == mode_arrive_drop) barrier.expected -= std::min(count, barrier.expected);
     std::string problem;
     if (!barrier_arrive(*warp.launch, *target.cta, barrier, count, problem)) {
       warp.fault(FaultKind::arrivals, inst, lane, problem);
@@ -350,7 +355,7 @@ Step run_transactions(Warp& warp, const Inst& inst) {
     const Target target = find_target(warp, inst, o[0], lane, true);
     if (target.barrier == nullptr) return;
     const i64 bytes = warp.value32(o[1], lane);
-    if (inst.mode == kExpect) {
+    if (inst.mode == mode_expect) {
       expect_bytes(warp, inst, *target.barrier, lane, bytes);
     } else {
       target.barrier->bytes -= bytes;
@@ -362,7 +367,7 @@ Step run_transactions(Warp& warp, const Inst& inst) {
 }
 
 bool phase_complete(const Inst& inst, const Mbarrier& barrier, u64 argument) {
-  if ((inst.flags & kParity) != 0) return (barrier.phase & 1) != (argument & 1);
+  if ((inst.flags & flag_parity) != 0) return (barrier.phase & 1) != (argument & 1);
   return barrier.phase > argument >> 32;
 }
 
@@ -381,11 +386,11 @@ Step run_wait(Warp& warp, const Inst& inst) {
     complete |= 1u << lane;
     const bool fresh = target.barrier != last;
     last = target.barrier;
-    if (warp.launch->checks && fresh && (inst.flags & kRelaxed) == 0) {
+    if (warp.launch->checks && fresh && (inst.flags & flag_relaxed) == 0) {
       check_acquire(warp, target.barrier->done);
     }
   }
-  const bool patient = inst.mode == kTry;
+  const bool patient = inst.mode == mode_try;
   if (patient && complete == 0) {
     const bool whim = warp.launch->schedule.policy == Policy::random && !warp.fragment().blocked &&
                       cluster.random() % 8 == 0;
@@ -407,13 +412,13 @@ Step run_pending_count(Warp& warp, const Inst& inst) {
 
 void bar_operands(Builder& b, std::size_t at) {
   b.input(b.operand(at), Type::b32);
-  if (b.count() > at + 1 && (b.inst.mode != kRed || b.count() > at + 2)) {
+  if (b.count() > at + 1 && (b.inst.mode != bar_red || b.count() > at + 2)) {
     b.input(b.operand(at + 1), Type::b32);
     ++at;
   } else {
     b.none_input();
   }
-  if (b.inst.mode == kRed) b.input(b.operand(at + 1), Type::pred);
+  if (b.inst.mode == bar_red) b.input(b.operand(at + 1), Type::pred);
 }
 
 }  // namespace
@@ -479,7 +484,7 @@ void build_bar(Builder& b) {
     return;
   }
   const bool red = b.has("red");
-  inst.mode = red ? kRed : b.has("arrive") ? kArrive : kSync;
+  inst.mode = red ? bar_red : b.has("arrive") ? bar_arrive : bar_sync;
   inst.aligned = b.text.mnemonic == "bar" || b.has("aligned");
   if (red) {
     inst.extra = b.has("and") ? 0 : b.has("or") ? 1 : 2;
@@ -515,25 +520,26 @@ void build_setmaxnreg(Builder& b) {
 void build_mbarrier(Builder& b) {
   Inst& inst = b.inst;
   inst.space = b.space();
-  inst.flags = (b.has("parity") ? kParity : 0u) | (b.has("relaxed") ? kRelaxed : 0u) |
-               (b.has("expect_tx") ? kWithExpect : 0u) | (b.has("noComplete") ? kNoComplete : 0u);
+  inst.flags = (b.has("parity") ? flag_parity : 0u) | (b.has("relaxed") ? flag_relaxed : 0u) |
+               (b.has("expect_tx") ? flag_with_expect : 0u) |
+               (b.has("noComplete") ? flag_no_complete : 0u);
   const int kind = b.which({"init", "inval", "arrive", "arrive_drop", "test_wait", "try_wait",
                             "expect_tx", "complete_tx", "pending_count"});
   if (kind < 0) b.fail("mbarrier needs an operation.");
   inst.mode = static_cast<u8>(kind);
   switch (kind) {
-    case kInit:
+    case mode_init:
       b.expect_count(2, 2);
       b.address(b.operand(0), inst.space);
       b.input(b.operand(1), Type::b32);
       inst.run = run_init;
       break;
-    case kInval:
+    case mode_inval:
       b.address(b.operand(0), inst.space);
       inst.run = run_inval;
       break;
-    case kArriveOne:
-    case kArriveDrop: {
+    case mode_arrive_one:
+    case mode_arrive_drop: {
       const bool state = b.operand(0).kind != Operand::Kind::memory;
       if (state) b.output(b.operand(0), Type::b64);
       const std::size_t at = state ? 1 : 0;
@@ -542,14 +548,14 @@ void build_mbarrier(Builder& b) {
       inst.run = run_arrive;
       break;
     }
-    case kTest:
-    case kTry:
+    case mode_test:
+    case mode_try:
       b.output(b.operand(0), Type::pred);
       b.address(b.operand(1), inst.space);
-      b.input(b.operand(2), (inst.flags & kParity) != 0 ? Type::b32 : Type::b64);
+      b.input(b.operand(2), (inst.flags & flag_parity) != 0 ? Type::b32 : Type::b64);
       inst.run = run_wait;
       break;
-    case kPending:
+    case mode_pending:
       b.output(b.operand(0), Type::b32);
       b.input(b.operand(1), Type::b64);
       inst.run = run_pending_count;

@@ -47,8 +47,8 @@ Conflict against_write(const AccessView& view, const Cell& cell, Access access, 
   if (agent == view.agent) return {};
   if (access == Access::atomic && (cell.flags & kAtomicWrite) != 0) return {};
   if (!before(view, cell.write, part)) return {FaultKind::race, cell.write, true};
-  const bool crosses = view.async && (cell.flags & kAsyncWrite) == 0 && part == kOrdered;
-  if (crosses && !before(view, cell.write, kProxied)) {
+  const bool crosses = view.async && (cell.flags & kAsyncWrite) == 0 && part == clock_ordered;
+  if (crosses && !before(view, cell.write, clock_proxied)) {
     return {FaultKind::missing_proxy_fence, cell.write, true};
   }
   return {};
@@ -68,8 +68,9 @@ void record_read(const AccessView& view, Cell& cell, ClockPart part) {
   for (u32& epoch : cell.reads) {
     if (epoch == mine) return;
     if (epoch == 0 || epoch >> kTickBits == view.agent || before(view, epoch, part)) {
-      if (free_slot == nullptr || (epoch != 0 && epoch >> kTickBits == view.agent))
+      if (free_slot == nullptr || (epoch != 0 && epoch >> kTickBits == view.agent)) {
         free_slot = &epoch;
+      }
     }
   }
   if (free_slot == nullptr) free_slot = &cell.reads[view.agent % 3];
@@ -137,7 +138,7 @@ void check_start_warp(Warp& warp) {
   const ClusterCheck& check = warp.cluster->check;
   warp.agent = warp.cta->rank * check.agents_per_cta + warp.index;
   warp.check.clock.resize(check.agents);
-  warp.check.clock.raise(kOrdered, warp.agent, 1);
+  warp.check.clock.raise(clock_ordered, warp.agent, 1);
   const std::size_t n = warp.program->registers.size();
   warp.check.defined.assign(n, 0);
   warp.check.in_flight.assign(n, 0);
@@ -156,7 +157,7 @@ AccessView view_of(Warp& warp, const Inst& inst, int lane) {
   view.clock = &warp.check.clock;
   view.known = &warp.check.known;
   view.agent = warp.agent;
-  view.tick = warp.check.clock.at(kOrdered, warp.agent);
+  view.tick = warp.check.clock.at(clock_ordered, warp.agent);
   return view;
 }
 
@@ -198,8 +199,9 @@ void check_registers_before(Warp& warp, const Inst& inst) {
   WarpCheck& check = warp.check;
   if (inst.guard >= 0) {
     const auto v = static_cast<std::size_t>(inst.guard_vreg);
-    if ((warp.active & ~check.defined[v]) != 0)
+    if ((warp.active & ~check.defined[v]) != 0) {
       fault_register(warp, inst, inst.guard_vreg, false, false);
+    }
   }
   const u32 outputs = inst.outputs;
   if (!inst.late) {
@@ -272,11 +274,11 @@ void check_shared(const AccessView& view, Cta& target, u32 offset, u32 bytes, Ac
     if (word == last) mask = static_cast<u8>(mask & (15u >> (3 - (offset + bytes - 1) % 4)));
     Conflict conflict;
     if (cell.write != 0 && cell.write != write_ok && (cell.written_bytes & mask) != 0) {
-      conflict = against_write(view, cell, access, kOrdered);
+      conflict = against_write(view, cell, access, clock_ordered);
       if (conflict.kind == FaultKind::none) write_ok = cell.write;
     }
     if (access != Access::read && conflict.kind == FaultKind::none && cell.reads != reads_ok) {
-      conflict = against_reads(view, cell, kOrdered);
+      conflict = against_reads(view, cell, clock_ordered);
       if (conflict.kind == FaultKind::none) reads_ok = cell.reads;
     }
     const std::string where =
@@ -293,10 +295,11 @@ void check_shared(const AccessView& view, Cta& target, u32 offset, u32 bytes, Ac
              "reads shared memory at " + hex(word * 4) + ", which was never written.");
       cell.defined_bytes = 15;
     }
-    if (access == Access::read)
-      record_read(view, cell, kOrdered);
-    else
+    if (access == Access::read) {
+      record_read(view, cell, clock_ordered);
+    } else {
       record_write(view, cell, access, mask);
+    }
   }
 }
 
@@ -311,14 +314,15 @@ void check_forget_shared(Cta& target, u32 offset, u32 bytes) {
 void check_tensor(const AccessView& view, Cta& target, u32 column, u32 columns, u32 lane, u32 lanes,
                   Access access, u32 chain) {
   std::vector<Cell>& cells = view.cluster->check.tensor[target.rank];
-  const ClockPart part_of_clock = chain == kOrderedByBarriers ? kOrdered : kTensor;
+  const ClockPart part_of_clock = chain == kOrderedByBarriers ? clock_ordered : clock_tensor;
   for (u32 c = column; c < column + columns; ++c) {
     for (u32 part = lane / 16; part < (lane + lanes + 15) / 16; ++part) {
       Cell& cell = cells[std::size_t{c} * 8 + part];
       Conflict conflict;
       const bool in_pipeline = chain != 0 && cell.chain == chain;
-      if (cell.write != 0 && !in_pipeline)
+      if (cell.write != 0 && !in_pipeline) {
         conflict = against_write(view, cell, access, part_of_clock);
+      }
       if (access != Access::read && conflict.kind == FaultKind::none) {
         conflict = against_reads(view, cell, part_of_clock);
       }
@@ -334,7 +338,7 @@ void check_tensor(const AccessView& view, Cta& target, u32 column, u32 columns, 
         cell.defined_bytes = 15;
       }
       if (access == Access::read) {
-        record_read(view, cell, kTensor);
+        record_read(view, cell, clock_tensor);
       } else {
         record_write(view, cell, Access::write, 15);
         cell.chain = chain;
@@ -364,7 +368,7 @@ GlobalCell& global_cell(const Launch& launch, Allocation& allocation, u64 offset
 
 bool ordered_global(const AccessView& view, u32 epoch, u32 cluster, u32 time) {
   if (cluster == static_cast<u32>(view.cluster->serial)) {
-    return epoch >> kTickBits == view.agent || before(view, epoch, kOrdered);
+    return epoch >> kTickBits == view.agent || before(view, epoch, clock_ordered);
   }
   const auto it = view.known->find(cluster);
   return it != view.known->end() && it->second >= time;
@@ -394,7 +398,7 @@ void check_global_word(const AccessView& view, GlobalCell& cell, u64 address, u8
       report_global(view, address, access, global_agent(view, cell.write, cell.write_cluster), true,
                     cell.write_line);
     } else if (view.async && (cell.flags & kAsyncWrite) == 0 && cell.write_cluster == mine &&
-               !before(view, cell.write, kProxied)) {
+               !before(view, cell.write, clock_proxied)) {
       report(view, FaultKind::missing_proxy_fence,
              std::string(verb(access)) + " global memory at " + hex(address) +
                  " through the async proxy after ordinary stores (line " +
@@ -444,8 +448,8 @@ namespace {
 
 void tick(Warp& warp) {
   Clock& clock = warp.check.clock;
-  const u32 now = clock.at(kOrdered, warp.agent);
-  if (now < kTickMask) clock.raise(kOrdered, warp.agent, now + 1);
+  const u32 now = clock.at(clock_ordered, warp.agent);
+  if (now < kTickMask) clock.raise(clock_ordered, warp.agent, now + 1);
 }
 
 void join_known(std::unordered_map<u32, u32>& to, const std::unordered_map<u32, u32>& from) {
@@ -466,12 +470,12 @@ void check_acquire(Warp& warp, const Clock& object) { warp.check.clock.join(obje
 
 void check_release_async(const AsyncOp& op, Clock& object) {
   object.join(op.clock);
-  object.raise(kOrdered, op.agent, op.agent_clock);
-  object.raise(kProxied, op.agent, op.agent_clock);
+  object.raise(clock_ordered, op.agent, op.agent_clock);
+  object.raise(clock_proxied, op.agent, op.agent_clock);
 }
 
 void check_proxy_fence(Warp& warp) {
-  warp.check.clock.join_part(kProxied, warp.check.clock, kOrdered);
+  warp.check.clock.join_part(clock_proxied, warp.check.clock, clock_ordered);
   check_barrier_fence(warp);
   tick(warp);
 }
@@ -489,10 +493,11 @@ void check_memory_fence(Warp& warp) {
 
 void check_tensor_fence(Warp& warp, bool is_before) {
   Clock& clock = warp.check.clock;
-  if (is_before)
-    clock.join_part(kReleased, clock, kTensor);
-  else
-    clock.join_part(kTensor, clock, kReleased);
+  if (is_before) {
+    clock.join_part(clock_released, clock, clock_tensor);
+  } else {
+    clock.join_part(clock_tensor, clock, clock_released);
+  }
 }
 
 void check_global_sync(Warp& warp, u64 address, bool release, bool acquire, bool store, bool load) {
@@ -525,14 +530,14 @@ void check_global_sync(Warp& warp, u64 address, bool release, bool acquire, bool
 
 void check_barrier_init(Warp& warp, Mbarrier& barrier) {
   barrier.init_agent = warp.agent;
-  barrier.init_clock = warp.check.clock.at(kOrdered, warp.agent);
+  barrier.init_clock = warp.check.clock.at(clock_ordered, warp.agent);
 }
 
 // mbarriers whose initialisation this warp has seen become visible to the async proxy and to other
 // CTAs.
 void check_barrier_fence(Warp& warp) {
   for (auto& [offset, barrier] : warp.cta->barriers) {
-    if (warp.check.clock.at(kOrdered, barrier.init_agent) >= barrier.init_clock) {
+    if (warp.check.clock.at(clock_ordered, barrier.init_agent) >= barrier.init_clock) {
       barrier.visible_to_async = true;
     }
   }
@@ -541,7 +546,7 @@ void check_barrier_fence(Warp& warp) {
 void check_barrier_use(const AccessView& view, Mbarrier& barrier, bool async_or_remote) {
   if (barrier.init_clock == 0) return;
   if (view.agent != barrier.init_agent &&
-      view.clock->at(kOrdered, barrier.init_agent) < barrier.init_clock) {
+      view.clock->at(clock_ordered, barrier.init_agent) < barrier.init_clock) {
     report(view, FaultKind::race,
            "uses an mbarrier whose initialisation (line " + std::to_string(barrier.line) +
                ") is not ordered before it.");
@@ -563,10 +568,11 @@ void check_fork(AsyncOp& op, Warp& warp) {
   // Two ticks: an operation may end its reads before its writes.
   check.ticks[op.agent] = std::min(check.ticks[op.agent] + 2, kTickMask - 2);
   op.agent_clock = check.ticks[op.agent];
-  if (op.clock.empty())
+  if (op.clock.empty()) {
     op.clock = warp.check.clock;
-  else
-    op.clock.join(warp.check.clock, kClockParts);
+  } else {
+    op.clock.join(warp.check.clock, clock_parts);
+  }
   tick(warp);
 }
 

@@ -34,14 +34,14 @@ class AsyncOp;
 inline constexpr u32 kAsyncSlots = 64;
 inline constexpr u32 kTickBits = 21;
 
-enum ClockPart : u32 { kOrdered, kProxied, kReleased, kTensor, kClockParts };
+enum ClockPart : u32 { clock_ordered, clock_proxied, clock_released, clock_tensor, clock_parts };
 
 class Clock {
  public:
   bool empty() const { return ticks_.empty(); }
   void resize(u32 agents) {
     agents_ = agents;
-    ticks_.assign(std::size_t{agents} * kClockParts, 0);
+    ticks_.assign(std::size_t{agents} * clock_parts, 0);
   }
   u32 at(ClockPart part, u32 agent) const { return ticks_[part * agents_ + agent]; }
   void raise(ClockPart part, u32 agent, u32 tick) {
@@ -49,7 +49,7 @@ class Clock {
     value = value < tick ? tick : value;
   }
   // Takes over the first `parts` parts.
-  void join(const Clock& other, u32 parts = kTensor);
+  void join(const Clock& other, u32 parts = clock_tensor);
   void join_part(ClockPart to, const Clock& other, ClockPart from);
   void clear() { ticks_.clear(); }
   u32 agents() const { return agents_; }

@@ -343,10 +343,11 @@ void build_shuffle(Builder& b) {
   const bool with_predicate = b.count() == 6;
   const std::size_t first = with_predicate ? 2 : 1;
   b.output(b.operand(0), Type::b32);
-  if (with_predicate)
+  if (with_predicate) {
     b.output(b.operand(1), Type::pred);
-  else
+  } else {
     b.none_output();
+  }
   for (std::size_t i = 0; i < 4; ++i) b.input(b.operand(first + i), Type::b32);
   const int mode = b.which({"up", "down", "bfly", "idx"});
   if (mode < 0) b.fail("shfl needs a mode such as .bfly.");
@@ -372,10 +373,11 @@ void build_match(Builder& b) {
   const bool all = b.has("all");
   const bool with_predicate = b.count() == 4;
   b.output(b.operand(0), Type::b32);
-  if (with_predicate)
+  if (with_predicate) {
     b.output(b.operand(1), Type::pred);
-  else
+  } else {
     b.none_output();
+  }
   b.input(b.operand(with_predicate ? 2 : 1), b.type(0));
   b.input(b.operand(with_predicate ? 3 : 2), Type::b32);
   b.inst.mode = all ? 1 : 0;

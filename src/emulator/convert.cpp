@@ -93,7 +93,13 @@ void build_unpack(Builder& b, Type type) {
 
 // ---- cvt
 
-enum CvtFlags : u32 { kFtz = 1, kSat = 2, kSatfinite = 4, kRelu = 8, kToInteger = 16 };
+enum CvtFlags : u32 {
+  flag_ftz = 1,
+  flag_sat = 2,
+  flag_satfinite = 4,
+  flag_relu = 8,
+  flag_to_integer = 16
+};
 
 bool is_integer(Type type) { return type >= Type::uint8 && type <= Type::int64; }
 
@@ -113,7 +119,7 @@ const SmallFloat* small_format(Type type) {
 }
 
 double flush(double value, u32 flags) {
-  return (flags & kFtz) != 0 && std::fabs(value) < 0x1p-126 ? std::copysign(0.0, value) : value;
+  return (flags & flag_ftz) != 0 && std::fabs(value) < 0x1p-126 ? std::copysign(0.0, value) : value;
 }
 
 double source_real(const Inst& inst, u64 bits) {
@@ -158,7 +164,7 @@ u64 integer_value(u64 bits, Type type) {
 
 u64 integer_to_integer(u64 value, const Inst& inst) {
   const u32 bits = 8 * type_bytes(inst.type2);
-  if ((inst.flags & kSat) != 0 && bits < 64) {
+  if ((inst.flags & flag_sat) != 0 && bits < 64) {
     const bool source_signed = is_signed(inst.type);
     const i64 low = is_signed(inst.type2) ? -(i64{1} << (bits - 1)) : 0;
     const i64 high = is_signed(inst.type2) ? (i64{1} << (bits - 1)) - 1 : (i64{1} << bits) - 1;
@@ -227,13 +233,13 @@ u64 saturate_unit(double value) {
 }
 
 u64 to_real(const Inst& inst, double value) {
-  if ((inst.flags & kToInteger) != 0 && std::isfinite(value)) {
+  if ((inst.flags & flag_to_integer) != 0 && std::isfinite(value)) {
     const bool negative = std::signbit(value);
     const double whole = round_magnitude(std::fabs(value), inst.rounding, negative);
     value = negative ? -whole : whole;
   }
-  if ((inst.flags & kSat) != 0) value = std::bit_cast<double>(saturate_unit(value));
-  if ((inst.flags & kRelu) != 0 && !std::isnan(value) && value < 0) value = 0;
+  if ((inst.flags & flag_sat) != 0) value = std::bit_cast<double>(saturate_unit(value));
+  if ((inst.flags & flag_relu) != 0 && !std::isnan(value) && value < 0) value = 0;
   switch (inst.type2) {
     case Type::f64: return std::bit_cast<u64>(value);
     case Type::f32: {
@@ -242,13 +248,13 @@ u64 to_real(const Inst& inst, double value) {
       return std::bit_cast<u32>(static_cast<float>(flush(result, inst.flags)));
     }
     case Type::tf32: {
-      constexpr SmallFloat kTf32{8, 10, 127, 0x3fbff, 0x3fc00, 0x3ffff};
-      const u32 code = encode_small(kTf32, value, inst.rounding, (inst.flags & kSatfinite) != 0);
+      constexpr SmallFloat tf32{8, 10, 127, 0x3fbff, 0x3fc00, 0x3ffff};
+      const u32 code = encode_small(tf32, value, inst.rounding, (inst.flags & flag_satfinite) != 0);
       return u64{code} << 13;
     }
     default:
       return encode_small(*small_format(inst.type2), value, inst.rounding,
-                          (inst.flags & kSatfinite) != 0);
+                          (inst.flags & flag_satfinite) != 0);
   }
 }
 
@@ -329,9 +335,10 @@ std::string fast_conversion(const Builder& b, Type to, Type from, bool pair) {
   const std::string f = exact_name(from), t = exact_name(to);
   if (is_integer(from) && is_integer(to)) {
     const u32 n = type_bytes(from), m = type_bytes(to);
-    if (m == 8)
+    if (m == 8) {
       return "cvt_" + std::string(is_signed(from) ? "s" : "u") + std::to_string(8 * n) + "_" +
              (is_signed(from) ? "s" : "u") + "64";
+    }
     if (n == 8 && m == 4) return "cvt_u64_u32";
     return {};
   }
@@ -464,9 +471,9 @@ void build_mov(Builder& b) {
     b.input(from, type);
     b.inst.copy = from.kind == Operand::Kind::reg;
     const u32 bytes = type_bytes(type);
-    if (bytes == 16)
+    if (bytes == 16) {
       b.inst.run = run_mov_wide;
-    else {
+    } else {
       b.lane(bytes == 8 ? "mov_b64" : bytes == 4 ? "mov_b32" : "mov_b16");
       b.inst.run = run_lane;
     }
@@ -484,9 +491,9 @@ void build_cvt(Builder& b) {
   inst.pure = true;
   inst.unit = Unit::alu;
   const bool integral = b.has("rni") || b.has("rzi") || b.has("rmi") || b.has("rpi");
-  inst.flags = (b.has("ftz") ? kFtz : 0u) | (b.has("sat") ? kSat : 0u) |
-               (b.has("satfinite") ? kSatfinite : 0u) | (b.has("relu") ? kRelu : 0u) |
-               (integral && !is_integer(to) ? kToInteger : 0u);
+  inst.flags = (b.has("ftz") ? flag_ftz : 0u) | (b.has("sat") ? flag_sat : 0u) |
+               (b.has("satfinite") ? flag_satfinite : 0u) | (b.has("relu") ? flag_relu : 0u) |
+               (integral && !is_integer(to) ? flag_to_integer : 0u);
   b.output_any(b.operand(0));
   const bool pair = b.count() == 3;
   const bool packed =
@@ -523,10 +530,11 @@ void build_cvta(Builder& b) {
   b.inst.pure = true;
   b.inst.unit = Unit::alu;
   b.output_any(b.operand(0));
-  if (b.operand(1).kind == Operand::Kind::variable)
+  if (b.operand(1).kind == Operand::Kind::variable) {
     b.address_of(b.operand(1));
-  else
+  } else {
     b.input_any(b.operand(1));
+  }
   b.inst.run = run_cvta;
 }
 
@@ -543,10 +551,11 @@ void build_isspacep(Builder& b) {
 void build_mapa(Builder& b) {
   b.expect_count(3, 3);
   b.output_any(b.operand(0));
-  if (b.operand(1).kind == Operand::Kind::variable)
+  if (b.operand(1).kind == Operand::Kind::variable) {
     b.address_of(b.operand(1));
-  else
+  } else {
     b.input_any(b.operand(1));
+  }
   b.input(b.operand(2), Type::b32);
   b.inst.unit = Unit::alu;
   b.inst.run = run_mapa;
@@ -555,10 +564,11 @@ void build_mapa(Builder& b) {
 void build_getctarank(Builder& b) {
   b.expect_count(2, 2);
   b.output_any(b.operand(0));
-  if (b.operand(1).kind == Operand::Kind::variable)
+  if (b.operand(1).kind == Operand::Kind::variable) {
     b.address_of(b.operand(1));
-  else
+  } else {
     b.input_any(b.operand(1));
+  }
   b.inst.pure = true;
   b.inst.unit = Unit::alu;
   b.inst.run = run_getctarank;

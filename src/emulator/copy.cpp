@@ -61,7 +61,7 @@ class CopyArriveOp : public AsyncOp {
   bool execute(Cluster& cluster) override {
     if (cluster.launch->checks) {
       for (const Finished& done : warp->finished) {
-        if (!done.bulk) clock.raise(kOrdered, done.agent, done.tick);
+        if (!done.bulk) clock.raise(clock_ordered, done.agent, done.tick);
       }
     }
     barrier_signal(*this, barrier);
@@ -106,7 +106,7 @@ void join_finished(Warp& warp, bool bulk, u64 below, bool reads_only) {
       continue;
     }
     if (warp.launch->checks) {
-      warp.check.clock.raise(kOrdered, done.agent, reads_only ? done.tick : done.tick + 1);
+      warp.check.clock.raise(clock_ordered, done.agent, reads_only ? done.tick : done.tick + 1);
     }
     if (reads_only) kept.push_back(done);
   }
@@ -250,7 +250,12 @@ class BulkOp : public AsyncOp {
   }
 };
 
-enum BulkFlags : u32 { kToGlobal = 1, kFromShared = 2, kMulticast = 4, kReduce = 8 };
+enum BulkFlags : u32 {
+  flag_to_global = 1,
+  flag_from_shared = 2,
+  flag_multicast = 4,
+  flag_reduce = 8
+};
 
 // operands: destination, source, size, [mbarrier], [mask]
 Step run_bulk(Warp& warp, const Inst& inst) {
@@ -260,13 +265,13 @@ Step run_bulk(Warp& warp, const Inst& inst) {
     op->to = warp.address(o[0], lane);
     op->from = warp.address(o[1], lane);
     op->bytes = warp.value32(o[2], lane);
-    op->to_side = (inst.flags & kToGlobal) != 0 ? Side::global : Side::shared;
-    op->from_side = (inst.flags & kFromShared) != 0 ? Side::shared : Side::global;
+    op->to_side = (inst.flags & flag_to_global) != 0 ? Side::global : Side::shared;
+    op->from_side = (inst.flags & flag_from_shared) != 0 ? Side::shared : Side::global;
     if (op->to_side == Side::shared) op->barrier = static_cast<u32>(warp.address(o[3], lane));
-    if ((inst.flags & kMulticast) != 0) {
+    if ((inst.flags & flag_multicast) != 0) {
       op->multicast = static_cast<u16>(warp.value32(o[4], lane));
     }
-    op->reduce = (inst.flags & kReduce) != 0;
+    op->reduce = (inst.flags & flag_reduce) != 0;
     op->operation = static_cast<AtomicKind>(inst.mode);
     op->type = inst.type;
     op->group = warp.bulk_group;
@@ -395,8 +400,9 @@ Step run_query_cancel(Warp& warp, const Inst& inst) {
     if (inst.mode == 0) return;
     const u32 first = inst.mode == 4 ? 0 : inst.mode - 1u;
     for (u32 i = 0; i < inst.outputs && i < 3; ++i) {
-      if (o[i].kind != OperandRef::Kind::none)
+      if (o[i].kind != OperandRef::Kind::none) {
         warp.set(o[i], lane, answer[4 * lane + static_cast<int>(first + i)]);
+      }
     }
   });
   if (inst.mode == 0) {
@@ -417,7 +423,7 @@ Step run_bulk_wait(Warp& warp, const Inst& inst) {
   if (reads_only && warp.launch->checks) {
     for (const auto& op : warp.cluster->pending) {
       if (op->warp == &warp && bulk_group_of(*op) < below) {
-        warp.check.clock.raise(kOrdered, op->agent, op->agent_clock);
+        warp.check.clock.raise(clock_ordered, op->agent, op->agent_clock);
       }
     }
   }
@@ -468,8 +474,8 @@ void build_bulk(Builder& b) {
   const bool to_global = sides[0] == "global", from_shared = sides[1] != "global";
   if (b.has("cp_mask")) b.fail("the byte mask of cp.async.bulk is not supported.");
   const bool multicast = b.has("multicast::cluster");
-  inst.flags = (to_global ? kToGlobal : 0u) | (from_shared ? kFromShared : 0u) |
-               (multicast ? kMulticast : 0u) | (b.has("reduce") ? kReduce : 0u);
+  inst.flags = (to_global ? flag_to_global : 0u) | (from_shared ? flag_from_shared : 0u) |
+               (multicast ? flag_multicast : 0u) | (b.has("reduce") ? flag_reduce : 0u);
   if (b.has("reduce")) {
     inst.type = b.type(0);
     const int kind =

@@ -35,13 +35,13 @@ bool list_contains(std::string_view list, std::string_view word) {
 }
 
 bool known_special(std::string_view name) {
-  constexpr std::string_view kNames =
+  constexpr std::string_view names =
       "%tid %ntid %ctaid %nctaid %clusterid %nclusterid %cluster_ctaid %cluster_nctaid %laneid "
       "%lanemask_eq %lanemask_lt %lanemask_le %lanemask_gt %lanemask_ge %cluster_ctarank "
       "%cluster_nctarank %warpid %nwarpid %smid %nsmid %gridid %dynamic_smem_size "
       "%total_smem_size %reserved_smem_offset_begin %reserved_smem_offset_cap "
       "%reserved_smem_offset_end";
-  return list_contains(kNames, name.substr(0, name.find('.')));
+  return list_contains(names, name.substr(0, name.find('.')));
 }
 
 const std::unordered_map<std::string_view, LaneOp>& lane_names() {
@@ -103,8 +103,9 @@ class ProgramBuilder {
         program_->constants.push_back(static_cast<u32>(bits));
         if (words == 2) program_->constants.push_back(static_cast<u32>(bits >> 32));
         for (u32 extra = 2; extra < words; ++extra) program_->constants.push_back(0);
-        if (words == 4)
+        if (words == 4) {
           program_->constants[program_->constants.size() - 3] = static_cast<u32>(bits >> 32);
+        }
       }
     }
     return it->second;

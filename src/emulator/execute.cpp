@@ -74,18 +74,20 @@ std::string wide_or_high(const Builder& b) {
 std::string arithmetic_stem(const Builder& b, Type type) {
   std::string stem(b.text.mnemonic);
   if (stem == "mad" && is_float(type)) stem = "fma";
-  if (stem == "mul24" || stem == "mad24")
+  if (stem == "mul24" || stem == "mad24") {
     stem += b.has("hi") ? "_hi" : "_lo";
-  else
+  } else {
     stem += wide_or_high(b);
+  }
   if (!is_float(type) && b.has("sat")) stem += "_sat";
   if (type == Type::f32 || type == Type::f32x2) {
-    if (b.has("xorsign"))
+    if (b.has("xorsign")) {
       stem += "_xorsign";
-    else if (b.has("NaN"))
+    } else if (b.has("NaN")) {
       stem += "_nan";
-    else if (b.has("ftz"))
+    } else if (b.has("ftz")) {
       stem += "_ftz";
+    }
     if (b.count() == 4 && (b.text.mnemonic == "min" || b.text.mnemonic == "max")) stem += "3";
   }
   if (type == Type::int32 && b.has("relu")) stem += "_relu";
@@ -398,10 +400,11 @@ void build_arithmetic(Builder& b) {
   if ((name == "neg" || name == "abs") && (type == Type::bf16 || type == Type::bf16x2)) {
     named = type == Type::bf16 ? Type::f16 : Type::f16x2;
   }
-  if (b.has_lane(stem + "_" + exact_name(named)))
+  if (b.has_lane(stem + "_" + exact_name(named))) {
     b.lane(stem + "_" + exact_name(named));
-  else
+  } else {
     b.lane(stem + "_" + unsigned_name(named));
+  }
   if (is_half(type)) b.inst.immediate = (b.has("NaN") ? 1u : 0u) | (b.has("xorsign") ? 2u : 0u);
   b.inst.rounding = b.rounding();
   if (b.inst.rounding != Rounding::nearest_even) b.inst.run = run_rounded;
@@ -520,11 +523,11 @@ void build_testp(Builder& b) {
   b.expect_count(2, 2);
   b.output(b.operand(0), Type::pred);
   b.input(b.operand(1), b.type(0));
-  constexpr std::array<const char*, 6> kNames{"finite",     "infinite", "number",
-                                              "notanumber", "normal",   "subnormal"};
+  constexpr std::array<const char*, 6> names{"finite",     "infinite", "number",
+                                             "notanumber", "normal",   "subnormal"};
   const int which = b.which({"finite", "infinite", "number", "notanumber", "normal", "subnormal"});
   if (which < 0) b.fail("testp needs a class such as .finite.");
-  b.lane(std::string("testp_") + kNames[static_cast<std::size_t>(which)] +
+  b.lane(std::string("testp_") + names[static_cast<std::size_t>(which)] +
          (b.type(0) == Type::f64 ? "_d" : ""));
   b.inst.run = run_testp;
   mark_lane(b, Unit::alu);
@@ -539,10 +542,11 @@ void build_setp(Builder& b) {
   b.expect_count(1 + inputs_count, 2 + inputs_count);
   const bool two = b.count() == 2 + inputs_count;
   b.output(b.operand(0), Type::pred);
-  if (two)
+  if (two) {
     b.output(b.operand(1), Type::pred);
-  else
+  } else {
     b.none_output();
+  }
   bind_comparison(b, type, how);
   inputs(b, type, how.swap, two ? 2 : 1);
   b.inst.run = type == Type::f16x2 || type == Type::bf16x2 ? run_setp_pair : run_setp;

@@ -15,10 +15,10 @@ inline void for_lanes(u32 mask, F f) {
 }
 
 inline std::string hex(u64 value) {
-  constexpr const char* kDigits = "0123456789abcdef";
+  constexpr const char* digits = "0123456789abcdef";
   std::string text;
   do {
-    text.insert(text.begin(), kDigits[value & 15]);
+    text.insert(text.begin(), digits[value & 15]);
     value >>= 4;
   } while (value != 0);
   return "0x" + text;

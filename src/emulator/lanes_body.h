@@ -39,8 +39,9 @@ template <class T>
 inline typename Row<T>::Stored stored(T value) {
   if constexpr (sizeof(T) == 2)
     return static_cast<u16>(value);
-  else
+  else {
     return value;
+  }
 }
 
 // Results go through a local row: the destination may be one of the sources.
@@ -141,19 +142,19 @@ inline u32 logic3(u32 a, u32 b, u32 c, u32 table) {
 }
 // Selector nibbles of the special prmt modes, for selector values 0..3 of register c.
 inline u32 prmt_selector(u32 c, u32 mode) {
-  constexpr u32 kForward[4] = {0x3210, 0x4321, 0x5432, 0x6543};
-  constexpr u32 kBackward[4] = {0x5670, 0x6701, 0x7012, 0x0123};
-  constexpr u32 kEdgeLeft[4] = {0x3210, 0x3211, 0x3222, 0x3333};
-  constexpr u32 kEdgeRight[4] = {0x0000, 0x1110, 0x2210, 0x3210};
-  constexpr u32 kByte[4] = {0x0000, 0x1111, 0x2222, 0x3333};
-  constexpr u32 kHalf[4] = {0x1010, 0x3232, 0x1010, 0x3232};
+  constexpr u32 forward[4] = {0x3210, 0x4321, 0x5432, 0x6543};
+  constexpr u32 backward[4] = {0x5670, 0x6701, 0x7012, 0x0123};
+  constexpr u32 edge_left[4] = {0x3210, 0x3211, 0x3222, 0x3333};
+  constexpr u32 edge_right[4] = {0x0000, 0x1110, 0x2210, 0x3210};
+  constexpr u32 byte[4] = {0x0000, 0x1111, 0x2222, 0x3333};
+  constexpr u32 half[4] = {0x1010, 0x3232, 0x1010, 0x3232};
   switch (mode) {
-    case 1: return kForward[c & 3];
-    case 2: return kBackward[c & 3];
-    case 3: return kByte[c & 3];
-    case 4: return kEdgeLeft[c & 3];
-    case 5: return kEdgeRight[c & 3];
-    case 6: return kHalf[c & 3];
+    case 1: return forward[c & 3];
+    case 2: return backward[c & 3];
+    case 3: return byte[c & 3];
+    case 4: return edge_left[c & 3];
+    case 5: return edge_right[c & 3];
+    case 6: return half[c & 3];
     default: return c;
   }
 }
@@ -205,8 +206,9 @@ template <class T>
 inline T canonical_nan() {
   if constexpr (sizeof(T) == 4)
     return kNan;
-  else
+  else {
     return std::numeric_limits<T>::quiet_NaN();
+  }
 }
 template <class T>
 inline T min_number(T a, T b) {
@@ -378,15 +380,15 @@ inline float multiply_add(float a, float b, float c) {
 // A few columns at a time: their accumulators stay in registers over the whole depth.
 template <int Columns, bool Uniform>
 inline void product_columns(const ProductArguments& x, int first) {
-  constexpr std::size_t kWidth = Uniform ? 1 : 8;
+  constexpr std::size_t width = Uniform ? 1 : 8;
   const std::size_t depth = static_cast<std::size_t>(x.depth);
   float sum[Columns][32];
   for (int c = 0; c < Columns; ++c) std::memcpy(sum[c], x.d[first + c], sizeof sum[c]);
-  const float* b = x.b + static_cast<std::size_t>(first) * depth * kWidth;
+  const float* b = x.b + static_cast<std::size_t>(first) * depth * width;
   for (std::size_t k = 0; k < depth; ++k) {
     const float* a = x.a + k * 32;
     for (int c = 0; c < Columns; ++c) {
-      const float* bk = b + (static_cast<std::size_t>(c) * depth + k) * kWidth;
+      const float* bk = b + (static_cast<std::size_t>(c) * depth + k) * width;
       for (int group = 0; group < 32; group += 8) {
         for (int lane = 0; lane < 8; ++lane) {
           sum[c][group + lane] =
@@ -420,10 +422,11 @@ const LaneFunction kLaneFunctions[] = {
 };
 
 void product(const ProductArguments& x) {
-  if (x.uniform)
+  if (x.uniform) {
     product_all<true>(x);
-  else
+  } else {
     product_all<false>(x);
+  }
 }
 
 }  // namespace fovea::emulator::FOVEA_LANES

@@ -60,44 +60,45 @@ bool uniform_special(const Warp& warp, const std::string& name, u64& value) {
     in_cluster[i] = cta.id[i] % dims[i];
   }
   const u32 cluster_size = dims[0] * dims[1] * dims[2];
-  if (base == "%ntid")
+  if (base == "%ntid") {
     value = special_component(name, as_array(config.block));
-  else if (base == "%ctaid")
+  } else if (base == "%ctaid") {
     value = special_component(name, cta.id);
-  else if (base == "%nctaid")
+  } else if (base == "%nctaid") {
     value = special_component(name, grid);
-  else if (base == "%clusterid")
+  } else if (base == "%clusterid") {
     value = special_component(name, cluster_id);
-  else if (base == "%nclusterid")
+  } else if (base == "%nclusterid") {
     value = special_component(name, clusters);
-  else if (base == "%cluster_ctaid")
+  } else if (base == "%cluster_ctaid") {
     value = special_component(name, in_cluster);
-  else if (base == "%cluster_nctaid")
+  } else if (base == "%cluster_nctaid") {
     value = special_component(name, dims);
-  else if (name == "%cluster_ctarank")
+  } else if (name == "%cluster_ctarank") {
     value = cta.rank;
-  else if (name == "%cluster_nctarank")
+  } else if (name == "%cluster_nctarank") {
     value = cluster_size;
-  else if (name == "%warpid")
+  } else if (name == "%warpid") {
     value = warp.index;
-  else if (name == "%nwarpid")
+  } else if (name == "%nwarpid") {
     value = launch.warps;
-  else if (name == "%smid")
+  } else if (name == "%smid") {
     value = cta.linear % static_cast<u64>(launch.machine->chip.sm_count);
-  else if (name == "%nsmid")
+  } else if (name == "%nsmid") {
     value = static_cast<u64>(launch.machine->chip.sm_count);
-  else if (name == "%gridid")
+  } else if (name == "%gridid") {
     value = 1;
-  else if (name == "%dynamic_smem_size")
+  } else if (name == "%dynamic_smem_size") {
     value = config.dynamic_shared_bytes;
-  else if (name == "%total_smem_size")
+  } else if (name == "%total_smem_size") {
     value = launch.shared_bytes;
-  else if (name == "%reserved_smem_offset_begin")
+  } else if (name == "%reserved_smem_offset_begin") {
     value = 0;
-  else if (name == "%reserved_smem_offset_cap" || name == "%reserved_smem_offset_end")
+  } else if (name == "%reserved_smem_offset_cap" || name == "%reserved_smem_offset_end") {
     value = kSharedStart;
-  else
+  } else {
     return false;
+  }
   return true;
 }
 
@@ -551,8 +552,9 @@ KernelInfo Module::kernel(std::string_view name) const {
   info.max_threads = function->max_threads;
   info.required_cluster = function->required_cluster;
   const auto program = data_->programs.find(name);
-  if (program != data_->programs.end())
+  if (program != data_->programs.end()) {
     info.virtual_registers = program->second->register_bytes / 128;
+  }
   return info;
 }
 

@@ -13,8 +13,9 @@ using Table = std::array<float, 256>;
 
 Table make_table(const SmallFloat& format, u32 bits) {
   Table table{};
-  for (u32 code = 0; code < 256; ++code)
+  for (u32 code = 0; code < 256; ++code) {
     table[code] = decode_small(format, code & ((1u << bits) - 1));
+  }
   return table;
 }
 
@@ -25,8 +26,8 @@ MatrixDescriptor hopper_descriptor(u64 bits) {
   d.start = static_cast<u32>(bits & 0x3fff) << 4;
   d.leading = static_cast<u32>(bits >> 16 & 0x3fff) << 4;
   d.stride = static_cast<u32>(bits >> 32 & 0x3fff) << 4;
-  constexpr u32 kKinds[4] = {0, 3, 2, 1};
-  d.swizzle = kKinds[bits >> 62];
+  constexpr u32 kinds[4] = {0, 3, 2, 1};
+  d.swizzle = kinds[bits >> 62];
   d.supported = (bits >> 49 & 7) == 0;
   return d;
 }

@@ -189,14 +189,15 @@ Place resolve(Warp& warp, const Inst& inst, Space space, u64 address, u32 bytes,
   }
   const u64 window = address >> 32;
   if (space == Space::none) {
-    if (window == kSharedWindow >> 32)
+    if (window == kSharedWindow >> 32) {
       space = Space::shared_cluster;
-    else if (window == kLocalWindow >> 32)
+    } else if (window == kLocalWindow >> 32) {
       space = Space::local;
-    else if (window == kParamWindow >> 32)
+    } else if (window == kParamWindow >> 32) {
       space = Space::param;
-    else
+    } else {
       space = Space::global;
+    }
   }
   switch (space) {
     case Space::shared:

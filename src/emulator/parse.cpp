@@ -233,10 +233,10 @@ class Scanner {
 };
 
 bool has_components(std::string_view name) {
-  constexpr std::array<std::string_view, 8> kVectors{
+  constexpr std::array<std::string_view, 8> vectors{
       "%tid",       "%ntid",       "%ctaid",         "%nctaid",
       "%clusterid", "%nclusterid", "%cluster_ctaid", "%cluster_nctaid"};
-  return std::find(kVectors.begin(), kVectors.end(), name) != kVectors.end();
+  return std::find(vectors.begin(), vectors.end(), name) != vectors.end();
 }
 
 // One pair of braces in a body: registers, labels and local variables are visible inside only.

@@ -62,7 +62,7 @@ constexpr std::array<Field, 25> kFields{{
 }};
 
 std::string quoted(std::string_view text) {
-  constexpr const char* kDigits = "0123456789abcdef";
+  constexpr const char* digits = "0123456789abcdef";
   std::string result = "\"";
   for (const char c : text) {
     const unsigned char byte = static_cast<unsigned char>(c);
@@ -71,8 +71,8 @@ std::string quoted(std::string_view text) {
       result += c;
     } else if (byte < 32 || byte > 126) {
       result += "\\u00";
-      result += kDigits[byte >> 4];
-      result += kDigits[byte & 15];
+      result += digits[byte >> 4];
+      result += digits[byte & 15];
     } else {
       result += c;
     }

@@ -96,10 +96,10 @@ Step run_relinquish(Warp& warp, const Inst& inst) {
 
 // ---- ld and st
 
-enum ShapeKind : u8 { k32x32b, k16x64b, k16x128b, k16x256b, k16x32bx2 };
+enum ShapeKind : u8 { shape_32x32b, shape_16x64b, shape_16x128b, shape_16x256b, shape_16x32bx2 };
 
 u32 registers_of(u8 shape, u32 repeat) {
-  return shape == k16x128b ? 2 * repeat : shape == k16x256b ? 4 * repeat : repeat;
+  return shape == shape_16x128b ? 2 * repeat : shape == shape_16x256b ? 4 * repeat : repeat;
 }
 
 // Lane (from the address's lane) and column (from its column) of register i of thread t.
@@ -110,18 +110,20 @@ struct Spot {
 Spot spot(u8 shape, u32 t, u32 i, u32 split) {
   const u32 g = t / 4, q = t % 4;
   switch (shape) {
-    case k32x32b: return {t, i};
-    case k16x256b: return {g + 8 * (i / 2 % 2), 8 * (i / 4) + 2 * q + i % 2};
-    case k16x128b: return {g + 8 * (i % 2), 4 * (i / 2) + q};
-    case k16x64b: return {g + 8 * (t & 1), 2 * i + (t >> 1 & 1)};
+    case shape_32x32b: return {t, i};
+    case shape_16x256b: return {g + 8 * (i / 2 % 2), 8 * (i / 4) + 2 * q + i % 2};
+    case shape_16x128b: return {g + 8 * (i % 2), 4 * (i / 2) + q};
+    case shape_16x64b: return {g + 8 * (t & 1), 2 * i + (t >> 1 & 1)};
     default: return t < 16 ? Spot{t, i} : Spot{t - 16, i + split};
   }
 }
 
 u32 columns_of(const Inst& inst, u32 count) {
   u32 columns = count;
-  if (inst.mode == k16x64b || inst.mode == k16x128b || inst.mode == k16x256b) columns = 2 * count;
-  if (inst.mode == k16x32bx2) columns = count + inst.immediate;
+  if (inst.mode == shape_16x64b || inst.mode == shape_16x128b || inst.mode == shape_16x256b) {
+    columns = 2 * count;
+  }
+  if (inst.mode == shape_16x32bx2) columns = count + inst.immediate;
   return (inst.flags & 1u) != 0 ? 2 * columns : columns;
 }
 
@@ -140,7 +142,7 @@ class TransferOp : public AsyncOp {
     const u32 columns = columns_of(*inst, count);
     if (!tensor_range_ok(*this, *cta, column, columns)) return true;
     if (cluster.launch->checks) {
-      const u32 lanes = inst->mode == k32x32b ? 32 : 16;
+      const u32 lanes = inst->mode == shape_32x32b ? 32 : 16;
       check_tensor(view(), *cta, column, columns, base, lanes, store ? Access::write : Access::read,
                    0);
     }
@@ -172,7 +174,7 @@ class TransferOp : public AsyncOp {
 
 bool own_lanes(Warp& warp, const Inst& inst, u32 address) {
   const u32 lane = tensor_lane(address), first = warp.index % 4 * 32;
-  const bool half = inst.mode != k32x32b;
+  const bool half = inst.mode != shape_32x32b;
   if (lane == first || (half && lane == first + 16)) return true;
   warp.fault(FaultKind::tensor_memory, inst, -1,
              "warp " + std::to_string(warp.index) + " may touch tensor-memory lanes " +
@@ -210,16 +212,17 @@ Step run_tensor_wait(Warp& warp, const Inst& inst) {
   const bool stores = inst.mode == 1;
   for (const auto& op : warp.cluster->pending) {
     const auto* transfer = dynamic_cast<const TransferOp*>(op.get());
-    if (transfer != nullptr && transfer->warp == &warp && transfer->store == stores)
+    if (transfer != nullptr && transfer->warp == &warp && transfer->store == stores) {
       return Step::blocked;
+    }
   }
   std::vector<Finished> kept;
   for (const Finished& done : warp.tensor_finished) {
     if (done.bulk != stores) {
       kept.push_back(done);
     } else if (warp.launch->checks) {
-      warp.check.clock.raise(kOrdered, done.agent, done.tick);
-      warp.check.clock.raise(kTensor, done.agent, done.tick);
+      warp.check.clock.raise(clock_ordered, done.agent, done.tick);
+      warp.check.clock.raise(clock_tensor, done.agent, done.tick);
     }
   }
   warp.tensor_finished = std::move(kept);
@@ -241,7 +244,7 @@ void build_transfer(Builder& b, bool store) {
   const int repeat = b.which({"x1", "x2", "x4", "x8", "x16", "x32", "x64", "x128"});
   if (repeat < 0) b.fail("tcgen05.ld and st need a repeat count such as .x32.");
   inst.flags = b.has("pack::16b") || b.has("unpack::16b") ? 1u : 0u;
-  const bool split = inst.mode == k16x32bx2;
+  const bool split = inst.mode == shape_16x32bx2;
   b.expect_count(split ? 3 : 2, split ? 3 : 2);
   const Operand& address = b.operand(store ? 0 : 1);
   const Operand& registers = b.operand(store ? (split ? 2 : 1) : 0);
@@ -267,8 +270,9 @@ bool tensor_range_ok(const AsyncOp& op, Cta& cta, u32 column, u32 columns) {
     problem = "pass the end of tensor memory, which has " + std::to_string(owner.size()) + ".";
   } else {
     for (u32 c = column; c < column + columns && problem.empty(); ++c) {
-      if (owner[c] < 0)
+      if (owner[c] < 0) {
         problem = "are not all allocated: column " + std::to_string(c) + " is free.";
+      }
     }
   }
   if (problem.empty()) return true;

@@ -15,7 +15,7 @@
 namespace fovea::emulator {
 namespace {
 
-enum MmaFlags : u32 { kPairOfCtas = 1, kTensorA = 2, kMulticast = 4 };
+enum MmaFlags : u32 { flag_pair_of_ctas = 1, flag_tensor_a = 2, flag_multicast = 4 };
 enum class MmaKind : u8 { f16, tf32, f8f6f4 };
 
 class PipeOp : public AsyncOp {
@@ -41,8 +41,9 @@ class PipeOp : public AsyncOp {
     if (!cluster.launch->checks) return;
     Clock& finished = warp->check.tensor_done;
     if (finished.empty()) finished.resize(clock.agents());
-    for (const ClockPart part : {kOrdered, kProxied, kReleased})
+    for (const ClockPart part : {clock_ordered, clock_proxied, clock_released}) {
       finished.raise(part, agent, agent_clock);
+    }
   }
 };
 
@@ -114,7 +115,7 @@ class MmaOp : public PipeOp {
   const char* name() const override { return "tcgen05.mma"; }
 
   bool execute(Cluster& cluster) override {
-    const bool pair = (flags & kPairOfCtas) != 0;
+    const bool pair = (flags & flag_pair_of_ctas) != 0;
     const u32 first = pair ? cta->rank & ~1u : cta->rank, ctas = pair ? 2 : 1;
     const u32 n_each = shape.n / ctas;
     b_.resize(std::size_t{shape.n} * shape.k);
@@ -145,14 +146,14 @@ class MmaOp : public PipeOp {
  private:
   // Lane of row r of this CTA's part, before the "2x2" split of N.
   u32 lane_of(u32 row, u32 rows) const {
-    const bool pair = (flags & kPairOfCtas) != 0;
+    const bool pair = (flags & flag_pair_of_ctas) != 0;
     if (rows == 64 && !pair) return row / 16 * 32 + row % 16 + tensor_lane(d) % 32;
     return row;
   }
 
   bool read_a(Cluster& cluster, Cta& target, u32 rows) {
     a_.assign(std::size_t{rows} * shape.k, 0.0f);
-    if ((flags & kTensorA) == 0) {
+    if ((flags & flag_tensor_a) == 0) {
       return load_operand(*this, view(), target, blackwell_descriptor(a), shape.a_mn, shape.a, rows,
                           shape.k, a_.data());
     }
@@ -181,7 +182,7 @@ class MmaOp : public PipeOp {
   }
 
   bool run_cta(Cluster& cluster, Cta& target, u32 rows) {
-    const bool split = (flags & kPairOfCtas) != 0 && rows == 64;
+    const bool split = (flags & flag_pair_of_ctas) != 0 && rows == 64;
     const u32 columns = split ? shape.n / 2 : shape.n;
     const u32 column = tensor_column(d);
     if (!tensor_range_ok(*this, target, column, columns)) return false;
@@ -198,7 +199,7 @@ class MmaOp : public PipeOp {
 
   void check_accumulator(Cta& target, u32 column, u32 columns, u32 rows) {
     const Access access = accumulate ? Access::atomic : Access::write;
-    const bool pair = (flags & kPairOfCtas) != 0;
+    const bool pair = (flags & flag_pair_of_ctas) != 0;
     if (rows == 64 && !pair) {
       for (u32 part = 0; part < 4; ++part) {
         check_tensor(view(), target, column, columns, part * 32 + tensor_lane(d) % 32, 16, access,
@@ -213,7 +214,7 @@ class MmaOp : public PipeOp {
   // faster, so full blocks of 32 rows are taken where the layout allows it.
   void run_rows(Cta& target, u32 row, u32 rows, u32 lane_offset, u32 column, u32 columns,
                 const float* b_part) {
-    const bool scattered = rows == 64 && (flags & kPairOfCtas) == 0;
+    const bool scattered = rows == 64 && (flags & flag_pair_of_ctas) == 0;
     const u32 width = scattered ? 16 : 32;
     if (!scattered && row % 32 != 0) return;
     const u32 first = lane_of(row, rows) + lane_offset;
@@ -260,7 +261,8 @@ class MmaOp : public PipeOp {
                  : c.tensor_flops_fp8) += flops;
     const u64 a_bytes = u64{shape.m} * 32, d_bytes = u64{shape.m} * shape.n * 4;
     c.shared_tensor_read_bytes += u64{shape.n} * 32;
-    ((flags & kTensorA) != 0 ? c.tensor_memory_read_bytes : c.shared_tensor_read_bytes) += a_bytes;
+    ((flags & flag_tensor_a) != 0 ? c.tensor_memory_read_bytes : c.shared_tensor_read_bytes) +=
+        a_bytes;
     c.tensor_memory_write_bytes += d_bytes;
     if (accumulate) c.tensor_memory_read_bytes += d_bytes;
   }
@@ -270,8 +272,8 @@ class MmaOp : public PipeOp {
 
 u32 chain_of(const Warp& warp, const MmaOp& op, MmaKind kind) {
   u64 hash = warp.agent + 1;
-  for (const u64 part : {u64{op.d}, u64{op.shape.m}, u64{op.shape.n}, u64{op.flags & kPairOfCtas},
-                         static_cast<u64>(kind)}) {
+  for (const u64 part : {u64{op.d}, u64{op.shape.m}, u64{op.shape.n},
+                         u64{op.flags & flag_pair_of_ctas}, static_cast<u64>(kind)}) {
     hash = (hash ^ part) * 0x9e3779b97f4a7c15u;
   }
   return static_cast<u32>(hash >> 32) | 1u;
@@ -292,11 +294,11 @@ Step run_tensor_mma(Warp& warp, const Inst& inst) {
   auto op = std::make_unique<MmaOp>();
   op->flags = inst.flags;
   op->d = static_cast<u32>(warp.address(o[0], lane));
-  const bool tensor_a = (inst.flags & kTensorA) != 0;
+  const bool tensor_a = (inst.flags & flag_tensor_a) != 0;
   op->a = tensor_a ? warp.address(o[1], lane) : warp.value(o[1], lane);
   op->b = warp.value(o[2], lane);
   const MmaKind kind = static_cast<MmaKind>(inst.mode);
-  op->shape = decode_shape(kind, warp.value32(o[3], lane), (inst.flags & kPairOfCtas) != 0);
+  op->shape = decode_shape(kind, warp.value32(o[3], lane), (inst.flags & flag_pair_of_ctas) != 0);
   op->accumulate = (warp.mask_of(o[4]) >> lane & 1u) != 0;
   std::string problem = op->shape.problem;
   for (u32 i = 0; i < inst.extra; ++i) {
@@ -319,7 +321,7 @@ Step run_tensor_mma(Warp& warp, const Inst& inst) {
 
 // ---- cp: shared memory to tensor memory
 
-enum CopyShape : u8 { k128x256b, k4x256b, k128x128b, k64x128b, k32x128b };
+enum CopyShape : u8 { shape_128x256b, shape_4x256b, shape_128x128b, shape_64x128b, shape_32x128b };
 
 class CopyToTensorOp : public PipeOp {
  public:
@@ -342,25 +344,26 @@ class CopyToTensorOp : public PipeOp {
   // Lanes that receive row r; the rows of narrow shapes are repeated in other parts.
   std::vector<u32> lanes_of(u32 row) const {
     switch (inst->mode) {
-      case k4x256b: return {row * 32};
-      case k64x128b:
+      case shape_4x256b: return {row * 32};
+      case shape_64x128b:
         if (inst->extra == 0) return {row, row + 64};  // 02_13
         return row < 32 ? std::vector<u32>{row, row + 32} : std::vector<u32>{row + 32, row + 64};
-      case k32x128b: return {row, row + 32, row + 64, row + 96};
+      case shape_32x128b: return {row, row + 32, row + 64, row + 96};
       default: return {row};
     }
   }
 
   bool copy(Cluster& cluster, Cta& target) {
-    constexpr u32 kRows[5] = {128, 4, 128, 64, 32};
-    const u32 rows = kRows[inst->mode];
-    const u32 chunks = inst->mode == k128x256b || inst->mode == k4x256b ? 2 : 1;
+    constexpr u32 rows_of[5] = {128, 4, 128, 64, 32};
+    const u32 rows = rows_of[inst->mode];
+    const u32 chunks = inst->mode == shape_128x256b || inst->mode == shape_4x256b ? 2 : 1;
     const u32 column = tensor_column(address);
     if (!tensor_range_ok(*this, target, column, 4 * chunks)) return false;
     const bool checks = cluster.launch->checks;
     const AccessView who = view();
-    if (checks)
+    if (checks) {
       check_tensor(who, target, column, 4 * chunks, 0, kTensorLanes, Access::write, chain);
+    }
     const MatrixDescriptor from = blackwell_descriptor(descriptor);
     for (u32 row = 0; row < rows; ++row) {
       for (u32 chunk = 0; chunk < chunks; ++chunk) {
@@ -392,7 +395,7 @@ Step run_tensor_cp(Warp& warp, const Inst& inst) {
   auto op = std::make_unique<CopyToTensorOp>();
   op->address = static_cast<u32>(warp.address(o[0], lane));
   op->descriptor = warp.value(o[1], lane);
-  op->pair = (inst.flags & kPairOfCtas) != 0;
+  op->pair = (inst.flags & flag_pair_of_ctas) != 0;
   op->is_copy = true;
   if (!blackwell_descriptor(op->descriptor).supported) {
     warp.fault(FaultKind::bad_argument, inst, lane,
@@ -416,7 +419,7 @@ class CommitOp : public PipeOp {
   bool execute(Cluster& cluster) override {
     if (cluster.launch->checks) {
       clock.join(warp->check.tensor_done);
-      clock.join_part(kReleased, clock, kTensor);  // a commit implies the fence before it
+      clock.join_part(clock_released, clock, clock_tensor);  // a commit implies the fence before it
     }
     if (mask == 0) {
       barrier_signal(*this, barrier);
@@ -436,7 +439,7 @@ Step run_tensor_commit(Warp& warp, const Inst& inst) {
   const OperandRef* o = warp.operands(inst);
   auto op = std::make_unique<CommitOp>();
   op->barrier = static_cast<u32>(warp.address(o[0], lane));
-  if ((inst.flags & kMulticast) != 0) op->mask = warp.value32(o[1], lane) & 0xffff;
+  if ((inst.flags & flag_multicast) != 0) op->mask = warp.value32(o[1], lane) & 0xffff;
   op->is_commit = true;
   warp.cluster->enqueue(std::move(op), warp, inst, lane);
   return Step::next;
@@ -452,7 +455,7 @@ void build_tensor_mma(Builder& b) {
   b.expect_count(5, 7);
   const Operand& a = b.operand(1);
   const bool tensor_a = a.kind == Operand::Kind::memory;
-  inst.flags = (b.has("cta_group::2") ? kPairOfCtas : 0u) | (tensor_a ? kTensorA : 0u);
+  inst.flags = (b.has("cta_group::2") ? flag_pair_of_ctas : 0u) | (tensor_a ? flag_tensor_a : 0u);
   std::size_t at = 4;
   if (b.operand(at).kind == Operand::Kind::vector) {
     inst.extra = static_cast<u32>(b.operand(at).items.size());  // disable-output-lane
@@ -460,10 +463,11 @@ void build_tensor_mma(Builder& b) {
   }
   if (b.count() > at + 1) b.fail("scale-input-d of tcgen05.mma is not supported.");
   b.address(b.operand(0), Space::none);
-  if (tensor_a)
+  if (tensor_a) {
     b.address(a, Space::none);
-  else
+  } else {
     b.input(a, Type::b64);
+  }
   b.input(b.operand(2), Type::b64);
   b.input(b.operand(3), Type::b32);
   b.input(b.operand(at), Type::pred);
@@ -479,7 +483,7 @@ void build_tensor_cp(Builder& b) {
   if (shape < 0) b.fail("tcgen05.cp needs a shape.");
   inst.mode = static_cast<u8>(shape);
   inst.extra = b.has("warpx2::01_23") ? 1 : 0;
-  inst.flags = b.has("cta_group::2") ? kPairOfCtas : 0u;
+  inst.flags = b.has("cta_group::2") ? flag_pair_of_ctas : 0u;
   b.address(b.operand(0), Space::none);
   b.input(b.operand(1), Type::b64);
   inst.unit = Unit::tensor;
@@ -490,7 +494,7 @@ void build_tensor_commit(Builder& b) {
   Inst& inst = b.inst;
   const bool multicast = b.has("multicast::cluster");
   b.expect_count(multicast ? 2 : 1, multicast ? 2 : 1);
-  inst.flags = multicast ? kMulticast : 0u;
+  inst.flags = multicast ? flag_multicast : 0u;
   b.address(b.operand(0), Space::shared_cluster);
   if (multicast) b.input(b.operand(1), Type::b16);
   inst.run = run_tensor_commit;

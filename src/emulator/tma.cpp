@@ -147,12 +147,12 @@ bool decode_tensor_map(std::span<const std::byte, 128> bytes, TensorMapSpec& spe
 namespace {
 
 enum TensorFlags : u32 {
-  kStore = 1,
-  kReduce = 2,
-  kMulticast = 4,
-  kPair = 8,
-  kGather = 16,
-  kBulkGroup = 32
+  flag_store = 1,
+  flag_reduce = 2,
+  flag_multicast = 4,
+  flag_pair = 8,
+  flag_gather = 16,
+  flag_bulk_group = 32
 };
 
 class TensorOp : public AsyncOp {
@@ -169,13 +169,13 @@ class TensorOp : public AsyncOp {
   std::vector<u8> buffer;  // the box, row by row, before swizzling
 
   const char* name() const override {
-    return (flags & kStore) == 0    ? "tma load"
-           : (flags & kReduce) != 0 ? "tma reduction"
-                                    : "tma store";
+    return (flags & flag_store) == 0    ? "tma load"
+           : (flags & flag_reduce) != 0 ? "tma reduction"
+                                        : "tma store";
   }
 
   u32 rows() const {
-    if ((flags & kGather) != 0) return 4;
+    if ((flags & flag_gather) != 0) return 4;
     u32 n = 1;
     for (std::size_t i = 1; i < static_cast<std::size_t>(map.rank); ++i) {
       n *= (map.box[i] + map.element_strides[i] - 1) / map.element_strides[i];
@@ -186,7 +186,7 @@ class TensorOp : public AsyncOp {
   u32 box_bytes() const { return rows() * row_bytes(); }
 
   bool execute(Cluster& cluster) override {
-    if ((flags & kStore) != 0) return execute_store(cluster);
+    if ((flags & flag_store) != 0) return execute_store(cluster);
     buffer.assign(box_bytes(), 0);
     if (map.nan_fill) fill_nan();
     if (!visit_rows(cluster, false)) return true;
@@ -216,7 +216,7 @@ class TensorOp : public AsyncOp {
   // Global coordinates of a box row; false when it lies outside the tensor.
   bool row_address(u32 row, u64& address) const {
     address = map.address;
-    if ((flags & kGather) != 0) {
+    if ((flags & flag_gather) != 0) {
       const i64 index = at[1 + row];
       if (index < 0 || static_cast<u64>(index) >= map.dimensions[1]) return false;
       address += static_cast<u64>(index) * map.strides_bytes[0];
@@ -252,17 +252,18 @@ class TensorOp : public AsyncOp {
       if (place.data == nullptr) return false;
       if (cluster.launch->checks) {
         check_global(who, *place.allocation, address, bytes,
-                     !store                   ? Access::read
-                     : (flags & kReduce) != 0 ? Access::atomic
-                                              : Access::write);
+                     !store                       ? Access::read
+                     : (flags & flag_reduce) != 0 ? Access::atomic
+                                                  : Access::write);
       }
       u8* in_buffer = buffer.data() + u64{row} * row_bytes() + skip;
-      if (!store)
+      if (!store) {
         std::memcpy(in_buffer, place.data, bytes);
-      else if ((flags & kReduce) == 0)
+      } else if ((flags & flag_reduce) == 0) {
         std::memcpy(place.data, in_buffer, bytes);
-      else
+      } else {
         reduce(place.data, in_buffer, bytes);
+      }
     }
     return true;
   }
@@ -284,10 +285,11 @@ class TensorOp : public AsyncOp {
     const u32 total = box_bytes();
     for (u32 offset = 0; offset < total; offset += 16) {
       u8* chunk = memory + swizzled(address + offset, mask);
-      if (to_shared)
+      if (to_shared) {
         std::memcpy(chunk, buffer.data() + offset, 16);
-      else
+      } else {
         std::memcpy(buffer.data() + offset, chunk, 16);
+      }
     }
   }
 
@@ -312,7 +314,7 @@ class TensorOp : public AsyncOp {
       if ((multicast >> rank & 1) == 0) continue;
       // With .cta_group::2 the signal goes to the CTA of the pair that the address names.
       const u32 signal_rank =
-          (flags & kPair) != 0 ? (rank & ~1u) | (barrier >> kRankShift & 1u) : rank;
+          (flags & flag_pair) != 0 ? (rank & ~1u) | (barrier >> kRankShift & 1u) : rank;
       write_shared(cluster, (shared & low) | rank << kRankShift,
                    (barrier & low) | signal_rank << kRankShift);
     }
@@ -358,7 +360,7 @@ Step run_tensor(Warp& warp, const Inst& inst) {
     const int lane = std::countr_zero(mask);
     auto op = std::make_unique<TensorOp>();
     if (!read_map(warp, inst, warp.address(o[0], lane), lane, op->map)) return Step::next;
-    const u32 wanted = (inst.flags & kGather) != 0 ? 2u : coordinates;
+    const u32 wanted = (inst.flags & flag_gather) != 0 ? 2u : coordinates;
     if (static_cast<u32>(op->map.rank) != wanted) {
       warp.fault(FaultKind::bad_argument, inst, lane,
                  "a copy of " + std::to_string(wanted) + " dimensions uses a tensor map of " +
@@ -374,8 +376,8 @@ Step run_tensor(Warp& warp, const Inst& inst) {
     op->flags = inst.flags;
     op->operation = static_cast<AtomicKind>(inst.mode);
     op->group = warp.bulk_group;
-    if ((inst.flags & kStore) == 0) op->barrier = static_cast<u32>(warp.address(rest[1], lane));
-    if ((inst.flags & kMulticast) != 0) op->multicast = warp.value32(rest[2], lane) & 0xffff;
+    if ((inst.flags & flag_store) == 0) op->barrier = static_cast<u32>(warp.address(rest[1], lane));
+    if ((inst.flags & flag_multicast) != 0) op->multicast = warp.value32(rest[2], lane) & 0xffff;
     if (op->shared % 128 != 0) {
       warp.fault(FaultKind::misaligned, inst, lane,
                  "the shared address " + hex(op->shared) +
@@ -384,13 +386,13 @@ Step run_tensor(Warp& warp, const Inst& inst) {
       warp.launch->stopped = true;
       return Step::next;
     }
-    if ((inst.flags & (kStore | kPair | kMulticast)) == 0 &&
+    if ((inst.flags & (flag_store | flag_pair | flag_multicast)) == 0 &&
         op->shared >> kRankShift != op->barrier >> kRankShift) {
       warp.fault(FaultKind::bad_argument, inst, lane,
                  "the mbarrier is in another CTA than the destination, which needs .cta_group::2.");
     }
-    ((inst.flags & kStore) != 0 ? warp.counters.tma_store_bytes : warp.counters.tma_load_bytes) +=
-        op->box_bytes();
+    ((inst.flags & flag_store) != 0 ? warp.counters.tma_store_bytes
+                                    : warp.counters.tma_load_bytes) += op->box_bytes();
     warp.cluster->enqueue(std::move(op), warp, inst, lane);
   }
   return Step::next;
@@ -400,13 +402,13 @@ Step run_tensor(Warp& warp, const Inst& inst) {
 
 bool tensor_store_unfinished(const AsyncOp& op, u64 below, bool reads_only) {
   const auto* tensor = dynamic_cast<const TensorOp*>(&op);
-  return tensor != nullptr && (tensor->flags & kStore) != 0 && tensor->group < below &&
+  return tensor != nullptr && (tensor->flags & flag_store) != 0 && tensor->group < below &&
          !(reads_only && tensor->has_read);
 }
 
 u64 tensor_store_group(const AsyncOp& op) {
   const auto* tensor = dynamic_cast<const TensorOp*>(&op);
-  return tensor != nullptr && (tensor->flags & kStore) != 0 ? tensor->group : ~u64{0};
+  return tensor != nullptr && (tensor->flags & flag_store) != 0 ? tensor->group : ~u64{0};
 }
 
 void build_tensor_copy(Builder& b) {
@@ -422,9 +424,9 @@ void build_tensor_copy(Builder& b) {
     b.fail("a tensor copy needs [map, {coordinates}].");
   }
   const bool gather = b.has("tile::gather4") || b.has("tile::scatter4");
-  inst.flags = (store ? kStore : 0u) | (b.has("reduce") ? kReduce : 0u) |
-               (b.has("multicast::cluster") ? kMulticast : 0u) |
-               (b.has("cta_group::2") ? kPair : 0u) | (gather ? kGather : 0u);
+  inst.flags = (store ? flag_store : 0u) | (b.has("reduce") ? flag_reduce : 0u) |
+               (b.has("multicast::cluster") ? flag_multicast : 0u) |
+               (b.has("cta_group::2") ? flag_pair : 0u) | (gather ? flag_gather : 0u);
   const int dims = b.which({"1d", "2d", "3d", "4d", "5d"});
   const std::size_t coordinates = map.items[1].items.size();
   if (!gather && coordinates != static_cast<std::size_t>(dims) + 1) {
@@ -442,7 +444,7 @@ void build_tensor_copy(Builder& b) {
   for (const Operand& item : map.items[1].items) b.input(item, Type::b32);
   b.address(b.operand(store ? 1 : 0), Space::shared);
   if (!store) b.address(b.operand(2), Space::shared);
-  if ((inst.flags & kMulticast) != 0) b.input(b.operand(3), Type::b16);
+  if ((inst.flags & flag_multicast) != 0) b.input(b.operand(3), Type::b16);
   inst.unit = Unit::memory;
   inst.run = run_tensor;
 }

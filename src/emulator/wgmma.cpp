@@ -11,11 +11,11 @@ namespace fovea::emulator {
 namespace {
 
 enum WgmmaFlags : u32 {
-  kTransposeA = 1,
-  kTransposeB = 2,
-  kNegateA = 4,
-  kNegateB = 8,
-  kShared = 16
+  flag_transpose_a = 1,
+  flag_transpose_b = 2,
+  flag_negate_a = 4,
+  flag_negate_b = 8,
+  flag_shared = 16
 };
 
 constexpr u32 kLanes = 32;
@@ -88,18 +88,18 @@ class WgmmaOp : public AsyncOp {
     const Element b_type = element_of(mma.type2);
     const MatrixDescriptor b = hopper_descriptor(step.descriptors[1]);
     b_.resize(std::size_t{shape.n} * shape.k);
-    if (!load_operand(*this, who, *cta, b, (mma.flags & kTransposeB) != 0, b_type, shape.n, shape.k,
-                      b_.data())) {
+    if (!load_operand(*this, who, *cta, b, (mma.flags & flag_transpose_b) != 0, b_type, shape.n,
+                      shape.k, b_.data())) {
       return false;
     }
-    if ((mma.flags & kNegateB) != 0) {
+    if ((mma.flags & flag_negate_b) != 0) {
       for (float& value : b_) value = -value;
     }
     arrange_b(b_.data(), shape.n, shape.k);
     a_.resize(std::size_t{64} * shape.k);
-    if ((mma.flags & kShared) != 0 &&
+    if ((mma.flags & flag_shared) != 0 &&
         !load_operand(*this, who, *cta, hopper_descriptor(step.descriptors[0]),
-                      (mma.flags & kTransposeA) != 0, element_of(mma.type), 64, shape.k,
+                      (mma.flags & flag_transpose_a) != 0, element_of(mma.type), 64, shape.k,
                       a_.data())) {
       return false;
     }
@@ -112,7 +112,7 @@ class WgmmaOp : public AsyncOp {
     const Inst& mma = *step.inst;
     const Element type = element_of(mma.type);
     float rows[16 * 32];
-    if ((mma.flags & kShared) != 0) {
+    if ((mma.flags & flag_shared) != 0) {
       std::memcpy(rows, a_.data() + std::size_t{16} * w * depth, std::size_t{16} * depth * 4);
     } else {
       const u32 per = 4 / element_size(type);
@@ -128,7 +128,7 @@ class WgmmaOp : public AsyncOp {
         }
       }
     }
-    const float sign = (mma.flags & kNegateA) != 0 ? -1.0f : 1.0f;
+    const float sign = (mma.flags & flag_negate_a) != 0 ? -1.0f : 1.0f;
     for (u32 h = 0; h < 2; ++h) {
       for (u32 k = 0; k < depth; ++k) {
         float* to = a + (std::size_t{h} * depth + k) * kLanes;
@@ -185,7 +185,7 @@ class WgmmaOp : public AsyncOp {
     (size == 2   ? counters.tensor_flops_f16
      : size == 4 ? counters.tensor_flops_tf32
                  : counters.tensor_flops_fp8) += flops;
-    const u64 a_bytes = (mma.flags & kShared) != 0 ? u64{16} * shape.k * size : 0;
+    const u64 a_bytes = (mma.flags & flag_shared) != 0 ? u64{16} * shape.k * size : 0;
     counters.shared_tensor_read_bytes += a_bytes + u64{shape.n} * shape.k * size / 4;
   }
 
@@ -203,7 +203,7 @@ void check_fragments(Warp& warp, const Inst& inst, bool accumulate) {
   const OperandRef* o = warp.operands(inst);
   WarpCheck& check = warp.check;
   const u32 flight = static_cast<u32>(warp.matrix_group) + 1;
-  const u32 a_count = (inst.flags & kShared) != 0 ? 0 : 4;
+  const u32 a_count = (inst.flags & flag_shared) != 0 ? 0 : 4;
   for (u32 i = 0; i < inst.outputs + a_count; ++i) {
     const OperandRef& operand = o[i];
     const auto v = static_cast<std::size_t>(operand.vreg);
@@ -237,7 +237,7 @@ Step run_mma_async(Warp& warp, const Inst& inst) {
   const u32 index = group.issued[w]++;
   if (index == group.steps.size()) group.steps.emplace_back();
   MatrixStep& step = group.steps[index];
-  const bool shared = (inst.flags & kShared) != 0;
+  const bool shared = (inst.flags & flag_shared) != 0;
   const u32 a_count = shared ? 1 : 4;
   std::array<u64, 2> descriptors{shared ? warp.value(o[0], 0) : 0, warp.value(o[a_count], 0)};
   const bool accumulate = (warp.mask_of(o[a_count + 1]) & 1u) != 0;
@@ -264,10 +264,11 @@ Step run_mma_async(Warp& warp, const Inst& inst) {
   }
   if (warp.launch->checks) {
     check_fragments(warp, inst, accumulate);
-    if (group.clock.empty())
+    if (group.clock.empty()) {
       group.clock = warp.check.clock;
-    else
+    } else {
       group.clock.join(warp.check.clock);
+    }
   }
   return Step::next;
 }
@@ -313,7 +314,7 @@ Step run_matrix_wait(Warp& warp, const Inst& inst) {
   if (warp.launch->checks) {
     for (u64 serial = wg.first_serial; serial < below; ++serial) {
       const MatrixGroup& group = wg.groups[serial - wg.first_serial];
-      if (group.agent != 0) warp.check.clock.raise(kOrdered, group.agent, group.agent_clock);
+      if (group.agent != 0) warp.check.clock.raise(clock_ordered, group.agent, group.agent_clock);
     }
     std::vector<u32> landed;
     for (const auto& [flight, registers] : warp.check.flights) {
@@ -381,8 +382,9 @@ Step run_mma_sync(Warp& warp, const Inst& inst) {
   }
   for (u32 lane = 0; lane < kLanes; ++lane) {
     const int l = static_cast<int>(lane);
-    for (u32 i = 0; i < 4 && inst.mode == 0; ++i)
+    for (u32 i = 0; i < 4 && inst.mode == 0; ++i) {
       warp.set(o[i], l, std::bit_cast<u32>(sums[i][lane]));
+    }
     for (u32 i = 0; i < 2 && inst.mode == 1; ++i) {
       warp.set(o[i], l,
                float_to_half(sums[2 * i][lane]) | float_to_half(sums[2 * i + 1][lane]) << 16);
@@ -400,9 +402,9 @@ u32 parse_shape(const Builder& b, std::string_view word, Shape& shape) {
   u32 numbers[3] = {0, 0, 0};
   int which = -1;
   for (const char c : word) {
-    if (c == 'm' || c == 'n' || c == 'k')
+    if (c == 'm' || c == 'n' || c == 'k') {
       ++which;
-    else if (c >= '0' && c <= '9' && which >= 0 && which < 3 && numbers[which] < 10000) {
+    } else if (c >= '0' && c <= '9' && which >= 0 && which < 3 && numbers[which] < 10000) {
       numbers[which] = numbers[which] * 10 + static_cast<u32>(c - '0');
     } else
       b.fail("shape ." + std::string(word) + " is not known.");
@@ -433,21 +435,24 @@ void build_mma_async(Builder& b) {
   b.output_list(b.operand(0), Type::b32);
   const u32 wanted = d == Type::f32 ? shape.n / 2 : shape.n / 4;
   if (inst.outputs != wanted) b.fail("the accumulator has the wrong number of registers.");
-  if (shared)
+  if (shared) {
     b.input(a, Type::b64);
-  else
+  } else {
     b.input_list(a, Type::b32);
+  }
   if (!shared && inst.inputs != 4) b.fail("the A fragment takes four registers.");
   b.input(b.operand(2), Type::b64);
   b.input(b.operand(3), Type::pred);
-  inst.flags = shared ? kShared : 0u;
-  if (b.count() > 4 && static_cast<i64>(b.integer(b.operand(4))) < 0) inst.flags |= kNegateA;
-  if (b.count() > 5 && static_cast<i64>(b.integer(b.operand(5))) < 0) inst.flags |= kNegateB;
+  inst.flags = shared ? flag_shared : 0u;
+  if (b.count() > 4 && static_cast<i64>(b.integer(b.operand(4))) < 0) inst.flags |= flag_negate_a;
+  if (b.count() > 5 && static_cast<i64>(b.integer(b.operand(5))) < 0) inst.flags |= flag_negate_b;
   const std::size_t first_transpose = 6;
   if (size == 2) {
     b.expect_count(shared ? 8 : 7, shared ? 8 : 7);
-    if (shared && b.integer(b.operand(first_transpose)) != 0) inst.flags |= kTransposeA;
-    if (b.integer(b.operand(first_transpose + (shared ? 1 : 0))) != 0) inst.flags |= kTransposeB;
+    if (shared && b.integer(b.operand(first_transpose)) != 0) inst.flags |= flag_transpose_a;
+    if (b.integer(b.operand(first_transpose + (shared ? 1 : 0))) != 0) {
+      inst.flags |= flag_transpose_b;
+    }
   }
   for (const Operand& item : b.operand(0).items) b.keep(item, Type::b32);
   inst.unit = Unit::tensor;
@@ -481,8 +486,9 @@ void build_mma_sync(Builder& b) {
   inst.type = b.type(1);
   inst.type2 = b.type(2);
   const Type d = b.type(0);
-  if (inst.type == Type::int8 || inst.type == Type::uint8)
+  if (inst.type == Type::int8 || inst.type == Type::uint8) {
     b.fail("integer mma.sync is not supported.");
+  }
   if ((d != Type::f32 && d != Type::f16) || b.type(3) != d) {
     b.fail("mma.sync is supported with .f32 or .f16 accumulators of equal type.");
   }
