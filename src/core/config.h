@@ -42,6 +42,7 @@ struct FwdConfig {
   bool persistent = true;  // CTAs take tile after tile
   bool ping_pong = true;   // warpgroups take turns at issuing products
   bool overlap = true;     // scores of a tile and weights x values of the one before in flight
+  int32 promote = 0;       // fp8: key tiles summed by the tensor cores alone (core/fp8.h); 0: all
   bool operator==(const FwdConfig&) const = default;
 };
 

@@ -23,6 +23,7 @@ struct KeySpan {
 
 // Rows [q_begin, q_begin + rows) of one head of one sequence, and the keys they visit.
 struct FwdTile : KeySpan {
+  int32 sequence;
   int32 head, head_kv;
   int32 batch_q, batch_k;  // coordinates in q and out, k and v
   int32 row_q, row_k;      // first row of the sequence there
@@ -104,6 +105,7 @@ __forceinline__ FwdTile find_tile(const FwdParams& params, int32 index) {
   const int32 pair = first + rest % width;
   FwdTile tile;
   const int32 b = pair / params.heads_q;
+  tile.sequence = b;
   tile.head = pair - b * params.heads_q;
   tile.head_kv = tile.head / params.group_size;
   tile.last = 0;

@@ -273,6 +273,11 @@ __forceinline__ uint16 pack_e5m2x2(float low, float high) {
   return packed;
 }
 
+// Four at a time, first in the lowest byte.
+__forceinline__ uint32 pack_e4m3x4(float x0, float x1, float x2, float x3) {
+  return pack_e4m3x2(x0, x1) | static_cast<uint32>(pack_e4m3x2(x2, x3)) << 16;
+}
+
 // cvt.rn.f16x2.e4m3x2: exact
 __forceinline__ uint32 unpack_e4m3x2(uint16 packed) {
   uint32 halves;

@@ -102,6 +102,7 @@ std::string_view text_of(DType type) {
   switch (type) {
     case DType::bf16: return "DType::bf16";
     case DType::f16: return "DType::f16";
+    case DType::e4m3: return "DType::e4m3";
     default: return "DType::f32";
   }
 }
@@ -120,36 +121,6 @@ std::string_view text_of(ScoreTransform transform) {
     case ScoreTransform::softcap: return "ScoreTransform::softcap";
     default: return "ScoreTransform::none";
   }
-}
-
-// The configuration as a C++ expression.
-std::string text_of(const FwdConfig& c) {
-  std::string text = "FwdConfig{";
-  const auto add = [&](std::string_view name, std::string_view value) {
-    text += (text.back() == '{' ? "." : ", .") + std::string(name) + " = " + std::string(value);
-  };
-  const auto number = [&](std::string_view name, int32 value) { add(name, std::to_string(value)); };
-  const auto flag = [&](std::string_view name, bool value) { add(name, value ? "true" : "false"); };
-  const std::string space = "fovea::core::";
-  add("dtype", space + std::string(text_of(c.dtype)));
-  add("out_dtype", space + std::string(text_of(c.out_dtype)));
-  number("head_dim", c.head_dim);
-  number("head_dim_v", c.head_dim_v);
-  number("warpgroups", c.warpgroups);
-  number("tile_k", c.tile_k);
-  number("stages", c.stages);
-  add("softmax", space + std::string(text_of(c.softmax)));
-  add("transform", space + std::string(text_of(c.transform)));
-  flag("bound_right", c.bound_right);
-  flag("bound_left", c.bound_left);
-  flag("ragged", c.ragged);
-  flag("has_sink", c.has_sink);
-  flag("tma_out", c.tma_out);
-  flag("out_apart", c.out_apart);
-  flag("persistent", c.persistent);
-  flag("ping_pong", c.ping_pong);
-  flag("overlap", c.overlap);
-  return text + "}";
 }
 
 }  // namespace
@@ -236,6 +207,36 @@ FwdConfig choose_forward(const Problem& p, core::SoftmaxPolicy softmax) {
   return c;
 }
 
+std::string forward_expression(const FwdConfig& c) {
+  std::string text = "fovea::core::FwdConfig{";
+  const auto add = [&](std::string_view name, std::string_view value) {
+    text += (text.back() == '{' ? "." : ", .") + std::string(name) + " = " + std::string(value);
+  };
+  const auto number = [&](std::string_view name, int32 value) { add(name, std::to_string(value)); };
+  const auto flag = [&](std::string_view name, bool value) { add(name, value ? "true" : "false"); };
+  const std::string space = "fovea::core::";
+  add("dtype", space + std::string(text_of(c.dtype)));
+  add("out_dtype", space + std::string(text_of(c.out_dtype)));
+  number("head_dim", c.head_dim);
+  number("head_dim_v", c.head_dim_v);
+  number("warpgroups", c.warpgroups);
+  number("tile_k", c.tile_k);
+  number("stages", c.stages);
+  add("softmax", space + std::string(text_of(c.softmax)));
+  add("transform", space + std::string(text_of(c.transform)));
+  flag("bound_right", c.bound_right);
+  flag("bound_left", c.bound_left);
+  flag("ragged", c.ragged);
+  flag("has_sink", c.has_sink);
+  flag("tma_out", c.tma_out);
+  flag("out_apart", c.out_apart);
+  flag("persistent", c.persistent);
+  flag("ping_pong", c.ping_pong);
+  flag("overlap", c.overlap);
+  number("promote", c.promote);
+  return text + "}";
+}
+
 std::string forward_text(const FwdConfig& config) {
   KernelSource source;
   source.include = "device/fwd_sm90.cuh";
@@ -247,7 +248,7 @@ std::string forward_text(const FwdConfig& config) {
                   .a_in_registers = true,
                   .b_mn_major = true},
                  "fwd_output")};
-  source.call = "fovea::device::fwd<fovea::core::" + text_of(config) + ">";
+  source.call = "fovea::device::fwd<" + forward_expression(config) + ">";
   source.params = "fovea::core::FwdParams";
   source.threads = core::threads_of(config);
   return kernel_text(source);
@@ -263,27 +264,18 @@ ForwardKernel::ForwardKernel(Device& device, const FwdConfig& config, Jit& jit)
   kernel_ = device.load(compiled_.image->bytes, kernel_entry);
 }
 
-void ForwardKernel::run(const ForwardCall& call, Stream stream) const {
+ForwardTiles fill_forward_params(FwdParams& params, const ForwardCall& call,
+                                 const FwdConfig& config, const DeviceProperties& chip) {
   const Problem& p = call.problem;
-  const int32 rows = core::rows_of(config_);
-  const Extents extent = extents_of(p, call.total_k);
   // Packed rows behind the last sequence are one sequence more, of no queries.
   const int64 sequences = p.batch + (p.is_varlen_q() ? 1 : 0);
   const int64 longest = p.is_varlen_q() ? std::max(p.seqlen_q, p.total_q - p.seqlen_q) : p.seqlen_q;
-  const int64 q_blocks = core::ceil_div(longest, rows);
+  const int64 q_blocks = core::ceil_div(longest, core::rows_of(config));
   const int64 tiles = q_blocks * p.heads_q * sequences;
-  if (tiles == 0) return;
   if (tiles > std::numeric_limits<int32>::max() / 2) {
     throw Error("the problem has " + std::to_string(tiles) +
                 " tiles, but a launch takes at most 2^30; call it in parts");
   }
-
-  FwdParams params;
-  params.q = encode(device_, p.q, extent.q, p.head_dim, rows);
-  const bool has_keys = extent.k[0] > 0 && extent.k[1] > 0 && p.k.data != nullptr;
-  params.k = has_keys ? encode(device_, p.k, extent.k, p.head_dim, config_.tile_k) : params.q;
-  params.v = has_keys ? encode(device_, p.v, extent.k, p.head_dim_v, config_.tile_k) : params.q;
-  if (config_.tma_out) params.out_map = encode(device_, p.out, extent.q, p.head_dim_v, 64);
   params.keys = static_cast<const core::uint16*>(p.k.data);
   for (int i = 0; i < 3; ++i) params.key_stride[i] = p.k.stride[i];
   params.out = p.out.data;
@@ -311,18 +303,30 @@ void ForwardKernel::run(const ForwardCall& call, Stream stream) const {
   params.head_dim_v = p.head_dim_v;
   params.window_left = narrow_bound(p.window.left, p);
   params.window_right = narrow_bound(p.window.right, p);
-  fill_scores(params, p, config_);
+  fill_scores(params, p, config);
   params.q_blocks = static_cast<int32>(q_blocks);
-  params.section =
-      core::is_windowed(config_) || config_.ragged ? pairs_in_cache(p, device_.properties()) : 1;
+  params.section = core::is_windowed(config) || config.ragged ? pairs_in_cache(p, chip) : 1;
   params.tiles = static_cast<int32>(tiles);
+  const auto width = static_cast<std::uint32_t>(tiles);
+  return {static_cast<std::uint32_t>(core::threads_of(config)),
+          config.persistent ? std::min(width, static_cast<std::uint32_t>(chip.sm_count)) : width};
+}
+
+void ForwardKernel::run(const ForwardCall& call, Stream stream) const {
+  const Problem& p = call.problem;
+  FwdParams params;
+  const ForwardTiles tiles = fill_forward_params(params, call, config_, device_.properties());
+  if (tiles.ctas == 0) return;
+  const Extents extent = extents_of(p, call.total_k);
+  params.q = encode(device_, p.q, extent.q, p.head_dim, core::rows_of(config_));
+  const bool has_keys = extent.k[0] > 0 && extent.k[1] > 0 && p.k.data != nullptr;
+  params.k = has_keys ? encode(device_, p.k, extent.k, p.head_dim, config_.tile_k) : params.q;
+  params.v = has_keys ? encode(device_, p.v, extent.k, p.head_dim_v, config_.tile_k) : params.q;
+  if (config_.tma_out) params.out_map = encode(device_, p.out, extent.q, p.head_dim_v, 64);
 
   LaunchConfig launch;
-  const auto width = static_cast<std::uint32_t>(tiles);
-  launch.grid.x = config_.persistent
-                      ? std::min(width, static_cast<std::uint32_t>(device_.properties().sm_count))
-                      : width;
-  launch.block.x = static_cast<std::uint32_t>(core::threads_of(config_));
+  launch.grid.x = tiles.ctas;
+  launch.block.x = tiles.threads;
   launch.dynamic_shared_bytes = static_cast<std::uint32_t>(core::shared_bytes(config_));
   device_.launch(*kernel_, launch, std::as_bytes(std::span(&params, 1)), stream);
 }

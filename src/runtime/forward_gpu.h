@@ -21,6 +21,9 @@ std::vector<std::string> forward_supports(const core::Problem& problem, std::str
 // A configuration for a problem that forward_supports() accepts.
 core::FwdConfig choose_forward(const core::Problem& problem, core::SoftmaxPolicy softmax);
 
+// The configuration as a C++ expression.
+std::string forward_expression(const core::FwdConfig& config);
+
 // The translation unit of a configuration.
 std::string forward_text(const core::FwdConfig& config);
 
@@ -36,6 +39,16 @@ struct ForwardCall {
   // Two 64-bit counts to add to, of sum_guard: rows repaired, rows of a tile taken again. 0: none.
   DeviceAddress counters = 0;
 };
+
+// What a launch takes.
+struct ForwardTiles {
+  std::uint32_t threads = 0;  // of a CTA
+  std::uint32_t ctas = 0;     // 0: nothing to compute
+};
+
+// Everything in `params` but the tensor maps. Throws Error where there are too many tiles.
+ForwardTiles fill_forward_params(core::FwdParams& params, const ForwardCall& call,
+                                 const core::FwdConfig& config, const DeviceProperties& chip);
 
 // A compiled and loaded forward kernel. Its device must outlive it.
 class ForwardKernel {

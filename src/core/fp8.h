@@ -1,0 +1,210 @@
+// Eight-bit attention: how q, k and v become e4m3, what their scales mean, and what the fp8 forward
+// kernels exchange with the host.
+//
+// Rows are quantised in blocks of 32 that share one scale, a power of two: value = code x scale.
+// Since e4m3 is a floating format, a power of two costs no precision over an exact fit of the
+// largest element, multiplying by it rounds nothing, and its logarithm is an integer.
+//
+//   q codes   (batch, row, head, column)   e4m3, columns padded with zeros to fp8_columns()
+//   k codes   as q
+//   v codes   (batch, head, column, key)   transposed, since 8-bit products contract along
+//             contiguous memory only; keys padded to 32 and, within each 16, in the order that
+//             the weights have in registers (value_key())
+//   q scales  (batch, head, block)         float
+//   key scales(batch, head, block)         KeyScale
+//
+// Packed sequences (varlen) are one batch. Blocks of 32 rows begin with each sequence, so sequence
+// s, whose first row is r, has its first block at block_offset(r, s) and its first key of the
+// transposed v at 32 times that.
+//
+// Incoherent processing (FlashAttention-3, section 3.3; QuIP): q and k are multiplied by random
+// signs and a Hadamard matrix, which cancels in q k^T and spreads outliers over all columns.
+#pragma once
+
+#include "core/config.h"
+#include "core/dropout.h"
+#include "core/mask.h"
+
+namespace fovea::core {
+
+inline constexpr int32 scale_block = 32;       // rows that share a scale
+inline constexpr int32 scale_block_slack = 8;  // blocks readable behind the last: a tile's width
+
+// Columns of the codes of q and k: whole steps of the 8-bit products.
+constexpr int32 fp8_columns(int32 head_dim) { return round_up(head_dim, 32); }
+
+// The rotation works on blocks of this many columns: the largest power of two that divides the
+// padded width, 32 at least. 128 -> 128, 96 -> 32, 80 (padded to 96) -> 32.
+constexpr int32 rotation_block(int32 columns) { return columns & -columns; }
+
+constexpr int32 block_offset(int32 first_row, int32 sequence) {
+  return first_row / scale_block + sequence;
+}
+
+// Which of 16 consecutive keys lies at place `slot` of the transposed v. A thread of a score
+// accumulator holds keys 2q, 2q+1, 8+2q, 8+2q+1 of each 16; as operand A of the next product these
+// are its places 4q .. 4q+3 (device/tile.h: WgmmaAccumulator, WgmmaOperandA8).
+constexpr int32 value_key(int32 slot) { return 2 * (slot / 4) + slot % 2 + 8 * ((slot / 2) % 2); }
+constexpr int32 value_slot(int32 key) { return 4 * ((key % 8) / 2) + key % 2 + 2 * (key / 8); }
+
+// The smallest power of two s with largest / s <= 448; 1 for a block of zeros.
+constexpr float block_scale(float largest) {
+  if (!(largest > 0.0f)) return 1.0f;
+  // 448 = 1.75 x 2^8: the exponent of largest / 448, rounded up.
+  const uint32 bits = bits_of(largest);
+  const int32 exponent =
+      static_cast<int32>(bits >> 23) - 127 - 8 + ((bits & 0x7fffffu) > 0x600000u ? 1 : 0);
+  const int32 kept = exponent < -126 ? -126 : exponent;
+  return float_of(static_cast<uint32>(kept + 127) << 23);
+}
+
+// What an unmasked score of the block costs nothing extra: the scale of k goes into the factor of
+// the exponential's multiply-add, that of v into its addend, 2^(t - m) s = 2^(t - m + log2 s), and
+// is taken out of the row sum again.
+struct alignas(16) KeyScale {
+  float k = 1.0f;
+  float v_log2 = 0.0f;
+  float v_inverse = 1.0f;
+  float unused = 0.0f;
+};
+
+// Weights are rounded to e4m3, whose largest number is 448. With the reference at a row's true
+// maximum the largest weight becomes 2^top: as high as it may be under an online maximum, which it
+// never passes; lower where it may grow before a row is repaired.
+constexpr float weight_top_log2(SoftmaxPolicy policy) {
+  return policy == SoftmaxPolicy::online ? 8.0f : 3.0f;
+}
+// Conditional rescaling lets weights grow to 2^8.
+inline constexpr float fp8_rescale_threshold_log2 = 5.0f;
+
+// What shares a scale: everything, the rows of a (batch, KV head), or a block of 32 rows. The
+// arrays of scales are the same; coarser ones repeat.
+enum class ScaleGranularity : uint8 { tensor, head, block };
+
+// ---- Rotation -----------------------------------------------------------------------------------
+
+// A sign for each of up to 256 columns: bit i % 32 of word i / 32 set means negative.
+struct RotationSigns {
+  uint32 word[8] = {};
+};
+
+constexpr RotationSigns rotation_signs(uint64 seed) {
+  RotationSigns signs;
+  for (int32 half = 0; half < 2; ++half) {
+    const Philox4 random = philox4x32({{static_cast<uint32>(half), 0x68616461u, 0, 0}},
+                                      static_cast<uint32>(seed), static_cast<uint32>(seed >> 32));
+    for (int32 i = 0; i < 4; ++i) signs.word[4 * half + i] = random.word[i];
+  }
+  return signs;
+}
+
+constexpr float signed_by(const RotationSigns& signs, int32 column, float value) {
+  const uint32 sign = (signs.word[column / 32] >> (column % 32)) & 1u;
+  return float_of(bits_of(value) ^ (sign << 31));
+}
+
+// What makes the butterflies of a block a rotation: 1 / sqrt(block).
+constexpr float rotation_norm(int32 block) {
+  switch (block) {
+    case 32: return 0.17677669529663688f;
+    case 64: return 0.125f;
+    case 128: return 0.08838834764831845f;
+    default: return 0.0625f;
+  }
+}
+
+// The Hadamard transform of `block` values, without the norm. Strides ascend; kernels keep to the
+// same order, so that results agree to the bit.
+constexpr void hadamard(float* x, int32 block) {
+  for (int32 stride = 1; stride < block; stride *= 2) {
+    for (int32 i = 0; i < block; ++i) {
+      if ((i & stride) != 0) continue;
+      const float a = x[i];
+      const float b = x[i + stride];
+      x[i] = a + b;
+      x[i + stride] = a - b;
+    }
+  }
+}
+
+// ---- Extents ------------------------------------------------------------------------------------
+
+// Extents of the quantised operands of a problem; each tensor is contiguous.
+struct Fp8Layout {
+  int64 batches_q = 0, batches_k = 0;  // 1 where sequences are packed
+  int64 rows_q = 0, rows_k = 0;
+  int32 heads_q = 0, heads_kv = 0;
+  int32 columns = 0;                 // of q and k codes
+  int32 columns_v = 0;               // head_dim_v
+  int64 blocks_q = 0, blocks_k = 0;  // per batch and head
+  int64 q_bytes = 0;                 // codes
+  int64 k_bytes = 0, v_bytes = 0;
+  int64 q_scale_bytes = 0;
+  int64 key_scale_bytes = 0;  // with the slack that the kernel may read behind the last block
+};
+
+// Packed sequences begin with a block of their own.
+constexpr int64 scale_blocks(int64 rows, int64 sequences, bool packed) {
+  return packed ? rows / scale_block + sequences + 1 : ceil_div(rows, scale_block);
+}
+
+// total_k: rows of k and v in all (varlen only).
+constexpr Fp8Layout fp8_layout(const Problem& p, int64 total_k) {
+  Fp8Layout l;
+  l.batches_q = p.is_varlen_q() ? 1 : p.batch;
+  l.batches_k = p.is_varlen_k() ? 1 : p.batch;
+  l.rows_q = p.is_varlen_q() ? p.total_q : p.seqlen_q;
+  l.rows_k = p.is_varlen_k() ? total_k : p.seqlen_k;
+  l.heads_q = p.heads_q;
+  l.heads_kv = p.heads_kv;
+  l.columns = fp8_columns(p.head_dim);
+  l.columns_v = p.head_dim_v;
+  l.blocks_q = scale_blocks(l.rows_q, p.batch, p.is_varlen_q());
+  l.blocks_k = scale_blocks(l.rows_k, p.batch, p.is_varlen_k());
+  const int64 heads_q = l.batches_q * l.heads_q;
+  const int64 heads_k = l.batches_k * l.heads_kv;
+  l.q_bytes = heads_q * l.rows_q * l.columns;
+  l.k_bytes = heads_k * l.rows_k * l.columns;
+  l.v_bytes = heads_k * l.columns_v * l.blocks_k * scale_block;
+  l.q_scale_bytes = heads_q * l.blocks_q * int64{sizeof(float)};
+  l.key_scale_bytes = (heads_k * l.blocks_k + scale_block_slack) * int64{sizeof(KeyScale)};
+  return l;
+}
+
+// ---- The kernel's view --------------------------------------------------------------------------
+
+// Widest swizzle whose rows divide a row of `bytes` bytes (a multiple of 32).
+constexpr int32 pattern_bytes(int32 bytes) {
+  return bytes % 128 == 0 ? 128 : bytes % 64 == 0 ? 64 : 32;
+}
+
+// The parameter of the fp8 kernels. Boxes of the maps: q {pattern, rows_of}, k {pattern, tile_k}
+// with pattern = pattern_bytes(head_dim), (head_dim, row, head, batch); v {pattern_bytes(tile_k),
+// head_dim_v}, (key, column, head, batch); out as for 16 bits. `keys` and key_stride are k's.
+struct FwdFp8Params : FwdParams {
+  const float* q_scale = nullptr;
+  int64 q_scale_stride[2] = {};  // batch, head
+  const KeyScale* key_scale = nullptr;
+  int64 key_scale_stride[2] = {};
+};
+
+// Bytes of the fp32 sums that a promoting kernel keeps in shared memory (device/fwd_fp8_sm90.cuh).
+constexpr int32 fp8_sum_bytes(const FwdConfig& c) {
+  return c.promote > 0 ? rows_of(c) * c.head_dim_v * 4 : 0;
+}
+
+constexpr int32 fp8_shared_bytes(const FwdConfig& c) {
+  const int32 q = rows_of(c) * c.head_dim;
+  const int32 step = c.tile_k * (c.head_dim + c.head_dim_v);
+  const int32 out = c.out_apart ? rows_of(c) * panels(c.head_dim_v) * 2 * panel_columns : 1024;
+  const int32 sums = fp8_sum_bytes(c);
+  const int32 scales = 2 * c.stages * (c.tile_k / scale_block) * int32{sizeof(KeyScale)};
+  return q + c.stages * step + (out > sums ? out : sums) + scales + 2048;
+}
+
+// Registers of a computing thread that hold a tile: scores, 8-bit weights, output.
+constexpr int32 fp8_tile_registers(const FwdConfig& c) {
+  return c.tile_k / 2 + c.tile_k / 8 + c.head_dim_v / 2;
+}
+
+}  // namespace fovea::core

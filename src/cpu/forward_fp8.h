@@ -1,0 +1,34 @@
+// Eight-bit attention as the kernel of device/fwd_fp8_sm90.cuh computes it, on the CPU: for the
+// accuracy laboratory and as the measure of the kernel's tests. Slow on purpose.
+#pragma once
+
+#include "core/fp8.h"
+#include "cpu/quantize.h"
+#include "cpu/reference.h"
+
+namespace fovea::cpu {
+
+struct Fp8Method {
+  core::SoftmaxPolicy softmax = core::SoftmaxPolicy::sum_guard;
+  core::int32 tile_k = 192;
+  // Key tiles whose products one tensor-core accumulator sums before it is added in fp32; 0: all.
+  core::int32 promote = 0;
+  // Mantissa bits behind the point that the tensor cores' accumulator keeps after each 32 keys,
+  // rounding toward zero: 13 on Hopper, 23 for fp32.
+  core::int32 accumulator_bits = 13;
+  bool round_weights = true;         // to e4m3
+  bool sum_rounded_weights = false;  // the row sum is of rounded weights
+};
+
+struct Fp8Statistics {
+  core::int64 repairs = 0;
+  core::int64 saturated = 0;  // weights above 448 when they were rounded: never, by construction
+};
+
+// The problem's q, k and v are not used: their codes and scales are. Masks by position, softcap,
+// sink and lengths as in the problem.
+ReferenceResult forward_fp8(const core::Problem& problem, core::int64 total_k,
+                            const Fp8Operands& operands, const Fp8Method& method,
+                            Fp8Statistics* statistics = nullptr);
+
+}  // namespace fovea::cpu

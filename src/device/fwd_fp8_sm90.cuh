@@ -1,0 +1,952 @@
+// Attention, forward, on Hopper, in 8 bits: out = softmax(transform(q k^T), where visible) v, and
+// its LSE, of operands as core/fp8.h describes them.
+//
+// The shape of the kernel is that of fwd_sm90.cuh. What differs comes from twice the product rate:
+// budget of one step, 128 rows x 192 keys x head_dim 128, in cycles of a multiprocessor
+// (docs/kernels/fp8.md):
+//
+//   tensor cores    2 x 2 x 128 x 192 x 128 FLOP at 8192 a cycle               1536
+//   exponentials    128 x 192 at 16 a cycle                                    1536
+//   other issue     multiply-add, sum, half a conversion per score, 128 wide    ~560 of 4 slots
+//   copies          48 KB from L2 at 64 bytes a cycle                           768
+//
+// Two units have to be full at the same time, so everything that stands between a product and the
+// exponentials of the next counts. Per score there is nothing beside the four instructions above:
+// the scales of q, k and v ride in the multiply-add and its addend (KeyScale), weights become the
+// next product's operand without a shuffle (value_key), and there is no running maximum.
+//
+// Hopper's 8-bit products add into accumulators of about 14 bits. A promoting kernel lets them sum
+// over C.promote key tiles only and adds the parts up in fp32, in shared memory.
+#pragma once
+
+#include "core/fp8.h"
+#include "device/fwd_sm90.cuh"
+
+namespace fovea::device {
+
+using core::FwdFp8Params;
+using core::KeyScale;
+using core::scale_block;
+
+constexpr Swizzle pattern_of(int32 bytes) {
+  return bytes % 128 == 0 ? Swizzle::b128 : bytes % 64 == 0 ? Swizzle::b64 : Swizzle::b32;
+}
+
+// ---- Plan: shared memory, barriers, registers ---------------------------------------------------
+
+template <FwdConfig C>
+struct Fp8Plan {
+  static constexpr int32 rows = core::rows_of(C);
+  // q and k: panels of pattern_qk columns, each [row][column]; v: panels of pattern_v keys, each
+  // [column][key].
+  static constexpr Swizzle swizzle_qk = pattern_of(C.head_dim);
+  static constexpr Swizzle swizzle_v = pattern_of(C.tile_k);
+  static constexpr int32 pattern_qk = static_cast<int32>(swizzle_bytes(swizzle_qk));
+  static constexpr int32 pattern_v = static_cast<int32>(swizzle_bytes(swizzle_v));
+  static constexpr uint32 q_bytes = rows * C.head_dim;
+  static constexpr uint32 k_bytes = C.tile_k * C.head_dim;
+  static constexpr uint32 v_bytes = C.tile_k * C.head_dim_v;
+  static constexpr int32 groups = C.tile_k / scale_block;
+  static constexpr uint32 scale_bytes = groups * sizeof(KeyScale);
+  // out: for each warpgroup, panels of 64 columns of 16 bits, each [64 rows][64], 128-byte swizzle.
+  static constexpr int32 panels_v = core::panels(C.head_dim_v);
+  static constexpr uint32 out_row_bytes = 2 * core::panel_columns;
+  static constexpr uint32 out_bytes = 64 * panels_v * out_row_bytes;  // of a warpgroup
+  // Sums: 4 of each thread side by side, [head_dim_v / 8][thread][4] for each warpgroup.
+  static constexpr uint32 sum_bytes = C.promote > 0 ? 64 * C.head_dim_v * 4 : 0;
+  static constexpr uint32 apart_bytes =
+      C.out_apart ? (out_bytes > sum_bytes ? out_bytes : sum_bytes) : sum_bytes;
+
+  alignas(1024) uint8 q[q_bytes];
+  alignas(1024) uint8 k[C.stages][k_bytes];
+  alignas(1024) uint8 v[C.stages][v_bytes];
+  alignas(1024) uint8 apart[apart_bytes > 0 ? C.warpgroups* apart_bytes : 16];  // sums, then out
+  // Scales of a key tile arrive with k and are read after k has been released. Their slot is
+  // written again 2 C.stages tiles later, when every warp has released a later k.
+  KeyScale scales[2 * C.stages][groups];
+  static __forceinline__ uint32 scale_slot(const RingState<C.stages>& k_state) {
+    return static_cast<uint32>(k_state.stage) + k_state.parity * C.stages;
+  }
+  Ring<C.stages> k_ring;  // full: 1 producer and the bytes; free: each computing warp
+  Ring<C.stages> v_ring;
+  Ring<1> q_ring;
+  Ring<2> tile_ring;  // full: 1 producer; free: each computing warp
+  FwdTile tiles[2];
+
+  static constexpr uint32 consumer_warps = 4 * C.warpgroups;
+  static constexpr int32 consumer_threads = 128 * C.warpgroups;
+
+  static constexpr int32 turn_barrier = 1;     // + warpgroup: its turn to issue products
+  static constexpr int32 group_barrier = 5;    // + warpgroup: its own 128 threads
+  static constexpr int32 compute_barrier = 9;  // all computing threads
+
+  static_assert(C.dtype == DType::e4m3);
+  static_assert(C.warpgroups == 2 || C.warpgroups == 3, "the register pool is split for these");
+  static_assert(C.head_dim % 32 == 0 && C.head_dim <= 256);
+  static_assert(C.head_dim_v % 16 == 0 && C.head_dim_v <= 256);
+  static_assert(C.tile_k % scale_block == 0 && C.tile_k <= 256);
+  static_assert(!C.tma_out || core::size_bytes(C.out_dtype) == 2);
+  static_assert(C.out_apart || !C.tma_out || C.promote == 0, "out is staged where the sums were");
+  static_assert(C.out_apart || out_bytes * C.warpgroups <= q_bytes, "out is staged where q was");
+};
+
+// ---- Role: load, one thread ---------------------------------------------------------------------
+
+template <FwdConfig C>
+struct Fp8Load {
+  using Plan = Fp8Plan<C>;
+  Plan& plan;
+  const FwdFp8Params& params;
+  RingState<C.stages> k_state, v_state;
+  RingState<1> q_state;
+  RingState<2> tile_state;
+
+  __forceinline__ void load_q(const FwdTile& tile) {
+    plan.q_ring.wait_free(q_state);
+    plan.q_ring.expect(q_state, Plan::q_bytes);
+    const CachePolicy once = cache_policy_evict_first();
+#pragma unroll
+    for (int32 column = 0; column < C.head_dim; column += Plan::pattern_qk) {
+      tma_load(shared_address(plan.q) + column * Plan::rows, &params.q, plan.q_ring.full[0],
+               {column, tile.row_q + tile.q_begin, tile.head, tile.batch_q}, once);
+    }
+    q_state.advance();
+  }
+
+  __forceinline__ void load_k(const FwdTile& tile, int32 block) {
+    plan.k_ring.wait_free(k_state);
+    plan.k_ring.expect(k_state, Plan::k_bytes + Plan::scale_bytes);
+    Barrier& full = plan.k_ring.full[k_state.stage];
+    const CachePolicy again = cache_policy_evict_last();
+    const SharedAddress target =
+        shared_address(plan.k[0]) + static_cast<uint32>(k_state.stage) * Plan::k_bytes;
+#pragma unroll
+    for (int32 column = 0; column < C.head_dim; column += Plan::pattern_qk) {
+      tma_load(target + column * C.tile_k, &params.k, full,
+               {column, tile.row_k + block * C.tile_k, tile.head_kv, tile.batch_k}, again);
+    }
+    const KeyScale* scales = params.key_scale + tile.batch_k * params.key_scale_stride[0] +
+                             tile.head_kv * params.key_scale_stride[1] + first_block(tile) +
+                             block * Plan::groups;
+    bulk_load(shared_address(plan.scales[0]) + Plan::scale_slot(k_state) * Plan::scale_bytes,
+              scales, Plan::scale_bytes, full);
+    k_state.advance();
+  }
+
+  __forceinline__ void load_v(const FwdTile& tile, int32 block) {
+    plan.v_ring.wait_free(v_state);
+    plan.v_ring.expect(v_state, Plan::v_bytes);
+    const CachePolicy again = cache_policy_evict_last();
+    const SharedAddress target =
+        shared_address(plan.v[0]) + static_cast<uint32>(v_state.stage) * Plan::v_bytes;
+    const int32 first_key = first_block(tile) * scale_block + block * C.tile_k;
+#pragma unroll
+    for (int32 key = 0; key < C.tile_k; key += Plan::pattern_v) {
+      tma_load(target + key * C.head_dim_v, &params.v, plan.v_ring.full[v_state.stage],
+               {first_key + key, 0, tile.head_kv, tile.batch_k}, again);
+    }
+    v_state.advance();
+  }
+
+  // Block of 32 keys with which the sequence begins.
+  __forceinline__ int32 first_block(const FwdTile& tile) const {
+    return C.ragged && params.cu_seqlens_k != nullptr
+               ? core::block_offset(tile.row_k, tile.sequence)
+               : 0;
+  }
+
+  // Tells the computing warps which tile comes next.
+  __forceinline__ void publish(const FwdTile& tile) {
+    plan.tile_ring.wait_free(tile_state);
+    plan.tiles[tile_state.stage] = tile;
+    mbarrier_arrive(plan.tile_ring.full[tile_state.stage]);
+    tile_state.advance();
+  }
+
+  // Values lag one block behind keys, as the products do.
+  __forceinline__ void load_tile(const FwdTile& tile) {
+    load_q(tile);
+    for (int32 block = tile.end - 1; block >= tile.begin - 1; --block) {
+      if (block >= tile.begin) load_k(tile, block);
+      if (block + 1 < tile.end) load_v(tile, block + 1);
+    }
+  }
+
+  __forceinline__ int32 next(int32 round) {
+    if (params.scheduler == nullptr || round == 0) return tile_index(round);
+    return static_cast<int32>(gridDim.x + atomicAdd(params.scheduler, 1u));
+  }
+
+  __forceinline__ void run() {
+    FwdTile tile;
+    int32 index = next(0);
+    for (int32 round = 1; index < params.tiles; ++round) {
+      tile = find_tile<C>(params, index);
+      const bool exists = tile.exists();
+      if (exists) publish(tile);
+      index = C.persistent ? next(round) : params.tiles;
+      if (exists && tile.count() > 0) load_tile(tile);
+    }
+    tile.last = 1;
+    publish(tile);
+    if (C.persistent && params.scheduler != nullptr) {
+      // The last CTA to ask leaves the counters as it found them.
+      if (atomicAdd(params.scheduler + 1, 1u) == gridDim.x - 1) {
+        params.scheduler[0] = params.scheduler[1] = 0;
+      }
+    }
+  }
+};
+
+// ---- Role: compute, one warpgroup ---------------------------------------------------------------
+
+template <FwdConfig C>
+struct Fp8Compute {
+  using Plan = Fp8Plan<C>;
+  static constexpr int32 score_count = C.tile_k / 2;
+  static constexpr int32 output_count = C.head_dim_v / 2;
+  static constexpr int32 group_count = scale_block / 2;  // scores of a thread under one KeyScale
+  static constexpr float top_log2 = core::weight_top_log2(C.softmax);
+
+  Plan& plan;
+  const FwdFp8Params& params;
+  const int32 warpgroup;  // 0 based among the computing ones
+  RingState<C.stages> k_state, v_state;
+  RingState<1> q_state;
+  RingState<2> tile_state;
+
+  float scores[score_count];         // [64 x tile_k]: raw, then weights
+  uint32 weights[C.tile_k / 32][4];  // the same as operand A, 8 bits each
+  float output[output_count];        // [64 x head_dim_v], since the last promotion
+  float reference[2];                // per half: of t + log2 of v's scale
+  float sum[2];                      // this thread's share
+  float row_scale;      // of this warp's q, and softmax_scale log2(e) unless transformed
+  float sum_factor[2];  // what the sums in shared memory have to shrink by
+  int32 unpromoted;     // key tiles in output
+  bool promoted;        // the sums hold something of this tile
+
+  __forceinline__ int32 warp() const { return warp_index() % 4; }
+  __forceinline__ int32 first_row() const {
+    return 64 * warpgroup + 16 * warp() + lane_index() / 4;
+  }
+
+  // -- Turns: who may issue products
+
+  __forceinline__ void take_turn() {
+    if constexpr (C.ping_pong) named_barrier_sync<256>(Plan::turn_barrier + warpgroup);
+  }
+  __forceinline__ void pass_turn() {
+    if constexpr (C.ping_pong) {
+      const int32 next = warpgroup + 1 == C.warpgroups ? 0 : warpgroup + 1;
+      named_barrier_arrive<256>(Plan::turn_barrier + next);
+    }
+  }
+
+  // -- Products. Each warp releases for itself: its wait covers its own part of a product.
+
+  __forceinline__ void issue_scores() {
+    plan.k_ring.wait_full(k_state);
+    constexpr uint32 pattern = Plan::pattern_qk;
+    const SharedAddress q = shared_address(plan.q) + warpgroup * (64 * pattern);
+    const SharedAddress k =
+        shared_address(plan.k[0]) + static_cast<uint32>(k_state.stage) * Plan::k_bytes;
+    const uint64 q_tile = wgmma_descriptor(Plan::swizzle_qk, q.value, 0, 8 * pattern);
+    const uint64 k_tile = wgmma_descriptor(Plan::swizzle_qk, k.value, 0, 8 * pattern);
+    wgmma_fence();
+#pragma unroll
+    for (int32 column = 0; column < C.head_dim; column += 32) {
+      const uint32 panel = column / pattern;
+      const uint32 inside = column % pattern;
+      fwd_scores(scores, descriptor_advance(q_tile, panel * Plan::rows * pattern + inside),
+                 descriptor_advance(k_tile, panel * C.tile_k * pattern + inside), column > 0);
+    }
+    wgmma_commit();
+  }
+
+  __forceinline__ void issue_output() {
+    plan.v_ring.wait_full(v_state);
+    constexpr uint32 pattern = Plan::pattern_v;
+    const SharedAddress v =
+        shared_address(plan.v[0]) + static_cast<uint32>(v_state.stage) * Plan::v_bytes;
+    const uint64 v_tile = wgmma_descriptor(Plan::swizzle_v, v.value, 0, 8 * pattern);
+    wgmma_fence();
+#pragma unroll
+    for (int32 key = 0; key < C.tile_k; key += 32) {
+      const uint32 panel = key / pattern;
+      fwd_output(output, weights[key / 32],
+                 descriptor_advance(v_tile, panel * C.head_dim_v * pattern + key % pattern), true);
+    }
+    wgmma_commit();
+  }
+
+  // The state goes on after the softmax, which finds its scales by it.
+  __forceinline__ void release_k() {
+    if (lane_index() == 0) plan.k_ring.release(k_state);
+  }
+  __forceinline__ void release_v() {
+    if (lane_index() == 0) plan.v_ring.release(v_state);
+    v_state.advance();
+  }
+  __forceinline__ void release_q() {
+    if (lane_index() == 0) plan.q_ring.release(q_state);
+    q_state.advance();
+  }
+
+  // -- Scores
+
+  __forceinline__ KeyScale key_scale(int32 group) const {
+    const uint4 bits = load_shared_x4(
+        shared_address(plan.scales[0]) + Plan::scale_slot(k_state) * Plan::scale_bytes +
+        static_cast<uint32>(group) * static_cast<uint32>(sizeof(KeyScale)));
+    return {__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), 0.0f};
+  }
+
+  // What a score is multiplied by: log2 units per product of codes, 1 behind a transform.
+  __forceinline__ float scale(const KeyScale& key) const {
+    return C.transform == ScoreTransform::none ? row_scale * key.k : 1.0f;
+  }
+
+  __forceinline__ void transform() {
+    if constexpr (C.transform == ScoreTransform::none) return;
+#pragma unroll
+    for (int32 g = 0; g < Plan::groups; ++g) {
+      const float by = row_scale * key_scale(g).k;
+#pragma unroll
+      for (int32 i = g * group_count; i < (g + 1) * group_count; ++i) {
+        scores[i] *= by;
+        if constexpr (C.transform == ScoreTransform::softcap) {
+          scores[i] = tanh_accurate(scores[i]) * params.transform_out;
+        }
+      }
+    }
+  }
+
+  // Hides what a row does not see: selects, so that what was there reaches nothing.
+  __forceinline__ void mask(const FwdTile& tile, int32 block) {
+    int32 first[2];  // of the visible columns, seen from this thread's first column
+    uint32 width[2];
+#pragma unroll
+    for (int32 half = 0; half < 2; ++half) {
+      int32 begin = 0;
+      int32 end = tile.length_k;
+      if constexpr (core::is_windowed(C)) {
+        const int32 position =
+            tile.q_begin + first_row() + 8 * half + tile.length_k - tile.length_q;
+        if constexpr (C.bound_left) begin = max(0, position - params.window_left);
+        if constexpr (C.bound_right) end = min(end, position + params.window_right + 1);
+      }
+      const int32 origin = block * C.tile_k + 2 * (lane_index() % 4);
+      first[half] = begin - origin;
+      width[half] = static_cast<uint32>(max(0, end - begin));
+    }
+#pragma unroll
+    for (int32 i = 0; i < score_count; ++i) {
+      const int32 half = (i / 2) % 2;
+      const int32 column = 8 * (i / 4) + i % 2;
+      if (static_cast<uint32>(column - first[half]) >= width[half]) scores[i] = -infinity;
+    }
+  }
+
+  // -- Softmax. Weights are 2^(t - m + top), and what is summed and compared is weights.
+
+  static __forceinline__ bool far(float m) { return !(fabsf(m) < 2048.0f); }
+
+  // Weights with the tile's true maximum known first. Gives the factors by which what was summed
+  // before must shrink.
+  __forceinline__ void exponentiate_exact(float (&factor)[2]) {
+    float top[2] = {-infinity, -infinity};
+#pragma unroll
+    for (int32 g = 0; g < Plan::groups; ++g) {
+      const KeyScale key = key_scale(g);
+      float largest[2] = {-infinity, -infinity};
+#pragma unroll
+      for (int32 i = g * group_count; i < (g + 1) * group_count; ++i) {
+        largest[(i / 2) % 2] = fmaxf(largest[(i / 2) % 2], scores[i]);
+      }
+      const float by = scale(key);
+#pragma unroll
+      for (int32 half = 0; half < 2; ++half) {
+        top[half] = fmaxf(top[half], largest[half] * by + key.v_log2);
+      }
+    }
+    constexpr float threshold =
+        C.softmax == SoftmaxPolicy::online ? 0.0f : core::fp8_rescale_threshold_log2;
+    float base[2];
+#pragma unroll
+    for (int32 half = 0; half < 2; ++half) {
+      const core::Rescale raised =
+          core::raise_reference(reference[half], quad_max(top[half]), threshold);
+      reference[half] = raised.reference;
+      factor[half] = exp2_approximate(raised.factor_log2);
+      sum[half] *= factor[half];
+      // A row that saw nothing yet keeps -infinity, but may not subtract it.
+      base[half] = raised.reference > -infinity ? -raised.reference : 0.0f;
+    }
+    // Far out, where a unit of the reference's last place counts: round as its maximum did.
+    const bool rounds = __any_sync(0xffffffffu, far(base[0]) || far(base[1]));
+#pragma unroll
+    for (int32 g = 0; g < Plan::groups; ++g) {
+      const KeyScale key = key_scale(g);
+      float by = scale(key);
+      float add[2] = {key.v_log2 + base[0] + top_log2, key.v_log2 + base[1] + top_log2};
+      if (rounds) {
+#pragma unroll
+        for (int32 i = g * group_count; i < (g + 1) * group_count; ++i) {
+          scores[i] = (scores[i] * by + key.v_log2) + base[(i / 2) % 2];
+        }
+        by = 1.0f;
+        add[0] = add[1] = top_log2;
+      }
+      float part[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (int32 i = g * group_count; i < (g + 1) * group_count; ++i) {
+        const int32 half = (i / 2) % 2;
+        scores[i] = exp2_approximate(fmaf(scores[i], by, add[half]));
+        part[half] += scores[i];
+      }
+      sum[0] = fmaf(part[0], key.v_inverse, sum[0]);
+      sum[1] = fmaf(part[1], key.v_inverse, sum[1]);
+    }
+  }
+
+  // Weights with the reference known before. part bounds the largest of them; more is the tile's
+  // share of the row sum.
+  __forceinline__ void exponentiate_guarded(float (&part)[2], float (&more)[2]) {
+    // A reference too far out, or none yet, is left to repair(): infinity cannot pass the vote.
+    const float base[2] = {far(reference[0]) ? infinity : top_log2 - reference[0],
+                           far(reference[1]) ? infinity : top_log2 - reference[1]};
+    part[0] = part[1] = more[0] = more[1] = 0.0f;
+#pragma unroll
+    for (int32 g = 0; g < Plan::groups; ++g) {
+      const KeyScale key = key_scale(g);
+      const float by = scale(key);
+      const float add[2] = {key.v_log2 + base[0], key.v_log2 + base[1]};
+      float inside[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (int32 i = g * group_count; i < (g + 1) * group_count; i += 2) {
+        const int32 half = (i / 2) % 2;
+        scores[i] = exp2_approximate(fmaf(scores[i], by, add[half]));
+        scores[i + 1] = exp2_approximate(fmaf(scores[i + 1], by, add[half]));
+        inside[half] += scores[i] + scores[i + 1];
+      }
+#pragma unroll
+      for (int32 half = 0; half < 2; ++half) {
+        part[half] += inside[half];
+        more[half] = fmaf(inside[half], key.v_inverse, more[half]);
+      }
+    }
+  }
+
+  // One vote of the warp: some weight may lie above e4m3's range. A NaN needs none: it is its row's
+  // answer.
+  __forceinline__ bool beyond_guard(const float (&part)[2]) {
+    return __any_sync(0xffffffffu, fmaxf(part[0], part[1]) > core::e4m3_max);
+  }
+
+  __forceinline__ void scale_output(const float (&factor)[2]) {
+#pragma unroll
+    for (int32 i = 0; i < output_count; ++i) output[i] *= factor[(i / 2) % 2];
+    if constexpr (C.promote > 0) {
+      sum_factor[0] *= factor[0];
+      sum_factor[1] *= factor[1];
+    }
+  }
+
+  __forceinline__ void count(int32 which, bool happened) {
+    if (params.counters != nullptr && happened && lane_index() % 4 == 0) {
+      atomicAdd(params.counters + which, 1ull);
+    }
+  }
+
+  // The scores of an unmasked tile again, this warp's 16 rows, by mma and from global memory: the
+  // ring has let go of the keys.
+  __forceinline__ void compute_scores_again(const FwdTile& tile, int32 block) {
+#pragma unroll
+    for (int32 i = 0; i < score_count; ++i) scores[i] = 0.0f;
+    int32 lane = lane_index();
+    // No instruction: what follows from it is not worth registers all along the tile.
+    asm volatile("" : "+r"(lane));
+    const int64 stride = params.key_stride[1];
+    const uint8* keys = reinterpret_cast<const uint8*>(params.keys) +
+                        tile.batch_k * params.key_stride[0] + tile.head_kv * params.key_stride[2] +
+                        (tile.row_k + block * C.tile_k + lane / 4) * stride + 4 * (lane % 4);
+    const int32 row = 64 * warpgroup + 16 * warp() + StoreMatrixX4::row(lane);
+#pragma unroll 1
+    for (int32 d = 0; d < C.head_dim; d += 32) {
+      uint32 a[4];
+      load_matrix_x4(a, shared_address(plan.q) + panel_offset(Plan::swizzle_qk, Plan::rows, row,
+                                                              d + 2 * StoreMatrixX4::col(lane)));
+#pragma unroll 1
+      for (int32 half = 0; half < 2; ++half) {
+        // Four codes of a row as two pairs: which of the 16 columns a pair is does not matter, as
+        // long as it is the same for both operands.
+        const uint32 wide[4] = {unpack_e4m3x2(a[0] & 0xffffu), unpack_e4m3x2(a[1] & 0xffffu),
+                                unpack_e4m3x2(a[0] >> 16), unpack_e4m3x2(a[1] >> 16)};
+        a[0] = a[2];
+        a[1] = a[3];
+        const uint8* key = keys + d + 16 * half;
+#pragma unroll
+        for (int32 n = 0; n < C.tile_k / 8; ++n, key += 8 * stride) {
+          // No instruction: one address and load at a time, since registers are dearer than time.
+          asm volatile("" : "+l"(key)::"memory");
+          const uint32 codes = *reinterpret_cast<const uint32*>(key);
+          mma_f16(scores[4 * n], scores[4 * n + 1], scores[4 * n + 2], scores[4 * n + 3], wide,
+                  unpack_e4m3x2(codes & 0xffffu), unpack_e4m3x2(codes >> 16));
+        }
+      }
+    }
+    transform();
+  }
+
+  // A vote fell: some row of this warp has outgrown its reference. Nothing is in flight here.
+  __forceinline__ void repair(const FwdTile& tile, int32 block, const float (&part)[2],
+                              const float (&more)[2]) {
+    float factor[2];
+    const float total[2] = {quad_max(part[0]), quad_max(part[1])};
+    if (__any_sync(0xffffffffu, total[0] == infinity || total[1] == infinity)) {
+      compute_scores_again(tile, block);
+      exponentiate_exact(factor);
+      count(1, true);
+      count(1, true);
+    } else {
+      float largest[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (int32 i = 0; i < score_count; ++i) {
+        largest[(i / 2) % 2] = fmaxf(largest[(i / 2) % 2], scores[i]);
+      }
+#pragma unroll
+      for (int32 half = 0; half < 2; ++half) {
+        const bool grown = total[half] > core::e4m3_max;
+        // The largest weight becomes the nominal top again; many small ones halve.
+        const int32 above = core::guard_exponent(quad_max(largest[half])) - 3;
+        const float raised = reference[half] + (grown ? static_cast<float>(max(above, 1)) : 0.0f);
+        factor[half] = exp2_approximate(reference[half] - raised);  // a power of two
+        reference[half] = raised;
+        sum[half] = factor[half] * (sum[half] + more[half]);
+        count(0, grown);
+      }
+#pragma unroll
+      for (int32 i = 0; i < score_count; ++i) scores[i] *= factor[(i / 2) % 2];
+    }
+    scale_output(factor);
+  }
+
+  // Element e of register r of step k is key 32 k + 16 (r / 2) + value_key(4 (lane % 4) + e).
+  __forceinline__ void convert() {
+#pragma unroll
+    for (int32 k = 0; k < C.tile_k / 32; ++k) {
+#pragma unroll
+      for (int32 r = 0; r < 4; ++r) {
+        const float* s = scores + 16 * k + 8 * (r / 2) + 2 * (r % 2);
+        weights[k][r] = pack_e4m3x4(s[0], s[1], s[4], s[5]);
+      }
+    }
+  }
+
+  // -- Two-level accumulation
+
+  __forceinline__ SharedAddress sums(int32 i) const {
+    return shared_address(plan.apart) + static_cast<uint32>(warpgroup) * Plan::apart_bytes +
+           (static_cast<uint32>(i) * 128 + threadIdx.x % 128) * 16;
+  }
+
+  // What the sums hold is added to output.
+  __forceinline__ void add_sums() {
+#pragma unroll
+    for (int32 i = 0; i < output_count; i += 4) {
+      const uint4 bits = load_shared_x4(sums(i / 4));
+      output[i] = fmaf(__uint_as_float(bits.x), sum_factor[0], output[i]);
+      output[i + 1] = fmaf(__uint_as_float(bits.y), sum_factor[0], output[i + 1]);
+      output[i + 2] = fmaf(__uint_as_float(bits.z), sum_factor[1], output[i + 2]);
+      output[i + 3] = fmaf(__uint_as_float(bits.w), sum_factor[1], output[i + 3]);
+    }
+  }
+
+  // Output moves into the sums and starts from zero.
+  __forceinline__ void promote() {
+    if (promoted) add_sums();
+#pragma unroll
+    for (int32 i = 0; i < output_count; i += 4) {
+      store_shared_x4(sums(i / 4),
+                      {__float_as_uint(output[i]), __float_as_uint(output[i + 1]),
+                       __float_as_uint(output[i + 2]), __float_as_uint(output[i + 3])});
+      output[i] = output[i + 1] = output[i + 2] = output[i + 3] = 0.0f;
+    }
+    wgmma_hold(output);  // zeros in registers now, not behind the next product's fence
+    sum_factor[0] = sum_factor[1] = 1.0f;
+    promoted = true;
+    unpromoted = 0;
+  }
+
+  // -- Values that no row sees: 0 x NaN is NaN, so they are cleared before the product.
+
+  __forceinline__ void clear_unseen_values(const FwdTile& tile, int32 block) {
+    if constexpr (core::is_windowed(C) || C.ragged) {
+      const int32 begin = max(0, tile.key_begin - block * C.tile_k);
+      const int32 end = min(C.tile_k, tile.key_end - block * C.tile_k);
+      if (begin == 0 && end == C.tile_k) return;
+      plan.v_ring.wait_full(v_state);
+      const SharedAddress v =
+          shared_address(plan.v[0]) + static_cast<uint32>(v_state.stage) * Plan::v_bytes;
+      int32 thread = 128 * warpgroup + static_cast<int32>(threadIdx.x % 128);
+      // No instruction: what follows from it is not worth registers all along the tile.
+      asm volatile("" : "+r"(thread));
+      constexpr int32 chunks = C.tile_k / 16;  // of 16 keys in a column of v
+#pragma unroll 1
+      for (int32 i = thread; i < C.head_dim_v * chunks; i += Plan::consumer_threads) {
+        const int32 first = i % chunks * 16;
+        if (first >= begin && first + 16 <= end) continue;
+        const SharedAddress at =
+            v + panel_offset(Plan::swizzle_v, C.head_dim_v, static_cast<uint32>(i / chunks),
+                             static_cast<uint32>(first));
+        uint32 words[4];
+        const uint4 old = load_shared_x4(at);
+        words[0] = old.x;
+        words[1] = old.y;
+        words[2] = old.z;
+        words[3] = old.w;
+#pragma unroll
+        for (int32 slot = 0; slot < 16; ++slot) {
+          const int32 key = first + core::value_key(slot);
+          if (key < begin || key >= end) words[slot / 4] &= ~(0xffu << (8 * (slot % 4)));
+        }
+        store_shared_x4(at, {words[0], words[1], words[2], words[3]});
+      }
+      fence_proxy_async_shared();
+      named_barrier_sync<Plan::compute_barrier, Plan::consumer_threads>();
+    }
+  }
+
+  // -- Steps over key blocks
+
+  __forceinline__ void load_row_scale(const FwdTile& tile) {
+    const int32 first = C.ragged && params.cu_seqlens_q != nullptr
+                            ? core::block_offset(tile.row_q, tile.sequence)
+                            : 0;
+    const int32 row = tile.q_begin + 64 * warpgroup + 16 * warp();
+    // Rows behind the sequence have no scale: what they compute is not stored.
+    const bool real = row < tile.capacity_q;
+    row_scale =
+        real ? params.q_scale[tile.batch_q * params.q_scale_stride[0] +
+                              tile.head * params.q_scale_stride[1] + first + row / scale_block]
+             : 1.0f;
+    row_scale *= C.transform == ScoreTransform::none ? params.scale_log2 : params.transform_in;
+  }
+
+  __forceinline__ void reset() {
+    reference[0] = reference[1] = -infinity;
+    sum[0] = sum[1] = 0.0f;
+#pragma unroll
+    for (int32 i = 0; i < output_count; ++i) output[i] = 0.0f;
+    if constexpr (C.promote > 0) {
+      unpromoted = 0;
+      promoted = false;
+      sum_factor[0] = sum_factor[1] = 1.0f;
+    }
+  }
+
+  // The first block: its scores alone.
+  __forceinline__ void begin(const FwdTile& tile) {
+    plan.q_ring.wait_full(q_state);
+    take_turn();
+    issue_scores();
+    pass_turn();
+    reset();
+    load_row_scale(tile);
+    if constexpr (C.promote > 0 && C.out_apart) wait_for_staging();
+    wgmma_wait<0>();
+    wgmma_hold(scores);
+    release_k();
+    transform();
+    const int32 block = tile.end - 1;
+    if (core::is_windowed(C) || block >= tile.full_end) mask(tile, block);
+    float factor[2];
+    exponentiate_exact(factor);
+    k_state.advance();
+    convert();
+    if (tile.count() > 1) clear_unseen_values(tile, block);
+  }
+
+  __forceinline__ void settle_output() {
+    wgmma_wait<0>();
+    wgmma_hold(output);
+    release_v();
+  }
+
+  // A further block: its scores, and the output of the block before.
+  template <bool masked>
+  __forceinline__ void advance(const FwdTile& tile, int32 block) {
+    take_turn();
+    if constexpr (C.overlap) {
+      issue_scores();
+      issue_output();
+      pass_turn();
+      wgmma_wait<1>();
+    } else {
+      issue_output();
+      settle_output();
+      issue_scores();
+      pass_turn();
+      wgmma_wait<0>();
+    }
+    wgmma_hold(scores);
+    release_k();
+    transform();
+    if constexpr (masked || C.softmax != SoftmaxPolicy::sum_guard) {
+      if constexpr (masked) mask(tile, block);
+      float factor[2];
+      exponentiate_exact(factor);
+      const bool rescale = C.softmax == SoftmaxPolicy::online ||
+                           __any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f);
+      if constexpr (C.overlap) settle_output();
+      if (rescale) scale_output(factor);
+    } else {
+      float part[2];
+      float more[2];
+      exponentiate_guarded(part, more);
+      const bool grown = beyond_guard(part);
+      if constexpr (C.overlap) settle_output();
+      if (grown) {
+        repair(tile, block, part, more);
+      } else {
+        sum[0] += more[0];
+        sum[1] += more[1];
+      }
+    }
+    k_state.advance();
+    if constexpr (C.promote > 0) {
+      if (++unpromoted == C.promote) promote();
+    }
+    convert();
+  }
+
+  // The last block's output.
+  __forceinline__ void end(const FwdTile& tile) {
+    clear_unseen_values(tile, tile.begin);
+    take_turn();
+    issue_output();
+    pass_turn();
+    if constexpr (C.out_apart || !C.tma_out) release_q();
+    settle_output();
+    if constexpr (C.promote > 0) {
+      if (promoted) add_sums();
+    }
+  }
+
+  // -- Results
+
+  // Divides by the sum, writes the LSE. The output is on the scale of v already.
+  __forceinline__ void finish(const FwdTile& tile) {
+    float factor[2];
+    bool alive[2];
+#pragma unroll
+    for (int32 half = 0; half < 2; ++half) {
+      const int32 row = tile.q_begin + first_row() + 8 * half;
+      const float seen = quad_sum(sum[half]);  // of every lane: no branch around it
+      float total = seen;
+      float top = reference[half] - top_log2;
+      float share = 1.0f;
+      if constexpr (C.has_sink) {
+        const float sink = params.sink[tile.head * params.sink_stride] * core::log2_e;
+        const float before = top;
+        top = sink > before ? sink : before;
+        const float base = top > -infinity ? top : 0.0f;
+        share = exp2_approximate(before - base);
+        total = fmaf(total, share, exp2_approximate(sink - base));
+      }
+      const bool used = row < tile.length_q;
+      alive[half] = used && !(seen == 0.0f);
+      factor[half] = share * reciprocal_approximate(total);
+      if (params.lse != nullptr && lane_index() % 4 == 0 && row < tile.capacity_q) {
+        const bool some = used && !(total == 0.0f);
+        params.lse[tile.batch_q * params.lse_stride[0] + tile.head * params.lse_stride[1] +
+                   (tile.row_q + row) * params.lse_stride[2]] =
+            some ? (top + log2_approximate(total)) * core::ln_2 : -infinity;
+      }
+    }
+#pragma unroll
+    for (int32 i = 0; i < output_count; ++i) {
+      const int32 half = (i / 2) % 2;
+      output[i] = alive[half] ? output[i] * factor[half] : 0.0f;
+    }
+  }
+
+  // The tile before has left the staging memory.
+  __forceinline__ void wait_for_staging() {
+    if (threadIdx.x % 128 == 0) bulk_wait_read<0>();
+    named_barrier_sync<128>(Plan::group_barrier + warpgroup);
+  }
+
+  // Through shared memory, in one piece.
+  __forceinline__ void store_tile(const FwdTile& tile) {
+    const SharedAddress staging =
+        C.out_apart
+            ? shared_address(plan.apart) + static_cast<uint32>(warpgroup) * Plan::apart_bytes
+            : shared_address(plan.q) + static_cast<uint32>(warpgroup) * Plan::out_bytes;
+    // Where q is: both warpgroups have read it. Where the sums are: all threads have.
+    if constexpr (C.out_apart) {
+      wait_for_staging();
+    } else {
+      named_barrier_sync<Plan::compute_barrier, Plan::consumer_threads>();
+    }
+    const int32 lane = lane_index();
+    const int32 row = 16 * warp() + StoreMatrixX4::row(lane);
+#pragma unroll
+    for (int32 j = 0; j < 4 * Plan::panels_v; ++j) {  // 16 columns each; zeros fill the last panel
+      uint32 words[4] = {};
+      if (j < C.head_dim_v / 16) {
+#pragma unroll
+        for (int32 i = 0; i < 4; ++i) {
+          words[i] = pack<C.out_dtype>(output[8 * j + 2 * i], output[8 * j + 2 * i + 1]);
+        }
+      }
+      const uint32 offset =
+          panel_offset(Swizzle::b128, 64, row, 2 * (16 * j + StoreMatrixX4::col(lane)));
+      store_matrix_x4(staging + offset, words[0], words[1], words[2], words[3]);
+    }
+    fence_proxy_async_shared();
+    named_barrier_sync<128>(Plan::group_barrier + warpgroup);
+    if (threadIdx.x % 128 == 0) {
+#pragma unroll
+      for (int32 panel = 0; panel < Plan::panels_v; ++panel) {
+        tma_store(&params.out_map, staging + panel * 64 * Plan::out_row_bytes,
+                  {panel * core::panel_columns, tile.row_q + tile.q_begin + 64 * warpgroup,
+                   tile.head, tile.batch_q});
+      }
+      bulk_commit();
+      if constexpr (!C.out_apart) bulk_wait_read<0>();
+    }
+    // q may be overwritten only when out has been read.
+    if constexpr (!C.out_apart) named_barrier_sync<128>(Plan::group_barrier + warpgroup);
+  }
+
+  __forceinline__ void store_element(int64 offset, float value) {
+    if constexpr (C.out_dtype == DType::f32) {
+      static_cast<float*>(params.out)[offset] = value;
+    } else {
+      static_cast<uint16*>(params.out)[offset] =
+          static_cast<uint16>(pack<C.out_dtype>(value, 0.0f) & 0xffffu);
+    }
+  }
+
+  // From registers, row by row: where rows end inside the tile, or out suits no copy engine.
+  __forceinline__ void store_rows(const FwdTile& tile) {
+#pragma unroll
+    for (int32 half = 0; half < 2; ++half) {
+      const int32 row = tile.q_begin + first_row() + 8 * half;
+      if (row >= tile.capacity_q) continue;
+      const int64 base = tile.batch_q * params.out_stride[0] +
+                         (tile.row_q + row) * params.out_stride[1] +
+                         tile.head * params.out_stride[2];
+#pragma unroll
+      for (int32 j = 0; j < C.head_dim_v / 8; ++j) {
+        const int32 column = 8 * j + 2 * (lane_index() % 4);
+        const float low = output[4 * j + 2 * half];
+        const float high = output[4 * j + 2 * half + 1];
+        if constexpr (C.tma_out) {
+          if (column < params.head_dim_v) {
+            *reinterpret_cast<uint32*>(static_cast<uint16*>(params.out) + base + column) =
+                pack<C.out_dtype>(low, high);
+          }
+        } else {
+          if (column < params.head_dim_v) store_element(base + column * params.out_stride[3], low);
+          if (column + 1 < params.head_dim_v) {
+            store_element(base + (column + 1) * params.out_stride[3], high);
+          }
+        }
+      }
+    }
+  }
+
+  __forceinline__ void store(const FwdTile& tile) {
+    finish(tile);
+    // Tiles of a packed tensor end where the next sequence begins.
+    const int32 last = tile.q_begin + 64 * warpgroup + 64;
+    if (C.tma_out && (!C.ragged || last <= tile.capacity_q)) {
+      store_tile(tile);
+    } else {
+      store_rows(tile);
+    }
+    if constexpr (!C.out_apart && C.tma_out) release_q();
+  }
+
+  __forceinline__ void store_empty(const FwdTile& tile) {
+    reset();
+    finish(tile);
+    store_rows(tile);
+  }
+
+  __forceinline__ void run_tile(const FwdTile& tile) {
+    begin(tile);
+    int32 block = tile.end - 2;
+    if constexpr (core::is_windowed(C)) {
+#pragma unroll 1
+      for (; block >= tile.full_end; --block) advance<true>(tile, block);
+    }
+    const int32 full_begin = tile.full_begin;
+#pragma unroll 1
+    for (; block >= full_begin; --block) advance<false>(tile, block);
+    if constexpr (C.bound_left) {
+#pragma unroll 1
+      for (; block >= tile.begin; --block) advance<true>(tile, block);
+    }
+    end(tile);
+    store(tile);
+  }
+
+  __forceinline__ void run() {
+    if (C.ping_pong && warpgroup == C.warpgroups - 1) {
+      named_barrier_arrive<256>(Plan::turn_barrier);
+    }
+    while (true) {
+      plan.tile_ring.wait_full(tile_state);
+      // Read where it lies: few of its fields are worth a register in the loops.
+      const FwdTile& tile = plan.tiles[tile_state.stage];
+      if (tile.last != 0) break;
+      if (tile.count() == 0) {
+        store_empty(tile);
+      } else {
+        run_tile(tile);
+      }
+      __syncwarp();
+      if (lane_index() == 0) plan.tile_ring.release(tile_state);
+      tile_state.advance();
+    }
+    // The last turn passed is nobody's: take it, so that the barrier ends as it began.
+    if (C.ping_pong && warpgroup == 0) named_barrier_sync<256>(Plan::turn_barrier);
+    // Shared memory outlives the stores that read it.
+    if (C.tma_out && threadIdx.x % 128 == 0) bulk_wait_read<0>();
+  }
+};
+
+// ---- Kernel -------------------------------------------------------------------------------------
+
+template <FwdConfig C>
+__device__ void fwd_fp8(const FwdFp8Params& params) {
+  extern __shared__ __align__(1024) uint8 shared_memory[];
+  Fp8Plan<C>& plan = *reinterpret_cast<Fp8Plan<C>*>(shared_memory);
+  static_assert(sizeof(Fp8Plan<C>) <= core::fp8_shared_bytes(C));
+
+  if (threadIdx.x == 0) {
+    plan.tile_ring.init(1, Fp8Plan<C>::consumer_warps);
+    plan.q_ring.init(1, Fp8Plan<C>::consumer_warps);
+    plan.k_ring.init(1, Fp8Plan<C>::consumer_warps);
+    plan.v_ring.init(1, Fp8Plan<C>::consumer_warps);
+    fence_mbarrier_init();
+    tma_prefetch_map(&params.q);
+    tma_prefetch_map(&params.k);
+    tma_prefetch_map(&params.v);
+  }
+  __syncthreads();
+
+  const int32 warp = warp_index();
+  if (warp < 4) {
+    registers_shrink<core::producer_registers(C)>();
+    if (warp == 0 && elect_one()) Fp8Load<C>{plan, params}.run();
+  } else {
+    registers_grow<core::consumer_registers(C)>();
+    Fp8Compute<C>{plan, params, warp / 4 - 1}.run();
+  }
+}
+
+}  // namespace fovea::device

@@ -1,0 +1,215 @@
+#include "runtime/forward_fp8.h"
+
+#include <algorithm>
+#include <span>
+
+#include "core/mask.h"
+#include "fovea/fovea.hpp"
+#include "runtime/source.h"
+
+namespace fovea::runtime {
+
+namespace {
+
+using core::DType;
+using core::FwdConfig;
+using core::FwdFp8Params;
+using core::int32;
+using core::int64;
+using core::Problem;
+
+struct Dimension {
+  int64 extent;
+  int64 stride;  // elements; not used for the first
+};
+
+// A map over four dimensions, innermost first.
+core::TensorMap encode(Device& device, MapType type, std::uint64_t element_bytes,
+                       DeviceAddress address, const Dimension (&dimensions)[4], int32 box_columns,
+                       int32 box_rows, MapSwizzle swizzle) {
+  TensorMapSpec spec;
+  spec.type = type;
+  spec.rank = 4;
+  spec.address = address;
+  for (std::size_t i = 0; i < 4; ++i) {
+    const int64 extent = std::max<int64>(dimensions[i].extent, 1);
+    spec.extent[i] = static_cast<std::uint64_t>(extent);
+    spec.stride_bytes[i] =
+        extent > 1 ? static_cast<std::uint64_t>(dimensions[i].stride) * element_bytes : 16;
+  }
+  spec.box = {static_cast<std::uint32_t>(box_columns), static_cast<std::uint32_t>(box_rows), 1, 1,
+              1};
+  spec.swizzle = swizzle;
+  return device.encode_tensor_map(spec);
+}
+
+MapSwizzle swizzle_of(int32 pattern) {
+  return pattern == 128 ? MapSwizzle::b128 : pattern == 64 ? MapSwizzle::b64 : MapSwizzle::b32;
+}
+
+// What the copy engine can write: as forward_gpu.cpp asks of 16-bit tensors.
+bool suits_copy_engine(const core::View& out, const int64 (&extent)[3], int64 columns) {
+  if (reinterpret_cast<DeviceAddress>(out.data) % 16 != 0 || core::size_bytes(out.dtype) != 2) {
+    return false;
+  }
+  if (out.stride[3] != 1 && columns > 1) return false;
+  for (int i = 0; i < 3; ++i) {
+    if (extent[i] <= 1) continue;
+    if (out.stride[i] <= 0 || out.stride[i] % 8 != 0 || out.stride[i] >= int64{1} << 39) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+std::vector<std::string> forward_fp8_supports(const Problem& p, std::string_view arch) {
+  std::vector<std::string> reasons;
+  const auto refuse = [&](bool condition, const std::string& reason) {
+    if (condition) reasons.push_back(reason);
+  };
+  refuse(arch != "sm_90a",
+         "its 8-bit forward kernel is for sm_90a and the device is " + std::string(arch));
+  refuse(p.head_dim > 256 || p.head_dim_v > 256,
+         "it takes head dimensions up to 256 but they are " + std::to_string(p.head_dim) + " and " +
+             std::to_string(p.head_dim_v));
+  refuse(static_cast<bool>(p.bias), "it has no bias");
+  refuse(static_cast<bool>(p.mask), "it has no mask tensor");
+  refuse(static_cast<bool>(p.alibi), "it has no ALiBi");
+  refuse(p.dropout.probability > 0.0f, "it has no dropout");
+  refuse(p.is_paged(), "it has no paged keys");
+  refuse(p.num_splits > 1, "it does not split keys but num_splits is " +
+                               std::to_string(p.num_splits) + ", so leave it 0");
+  return reasons;
+}
+
+FwdConfig choose_forward_fp8(const Problem& p, core::SoftmaxPolicy softmax, int64 promote_keys) {
+  FwdConfig c;
+  c.dtype = DType::e4m3;
+  c.out_dtype = p.out.dtype;
+  c.head_dim = core::fp8_columns(p.head_dim);
+  c.head_dim_v = core::round_up(p.head_dim_v, 16);
+  c.softmax = softmax;
+  c.bound_right = p.window.right >= 0;
+  c.bound_left = p.window.left >= 0;
+  c.ragged = p.is_varlen_q() || p.is_varlen_k() || p.seqused_q != nullptr || p.seqused_k != nullptr;
+  c.has_sink = static_cast<bool>(p.sink);
+  if (p.softcap > 0.0f) {
+    c.transform = core::ScoreTransform::softcap;
+  } else if (!(p.softmax_scale > 0.0f)) {
+    c.transform = core::ScoreTransform::scale;
+  }
+  const int64 extent[3] = {p.is_varlen_q() ? 1 : p.batch, p.is_varlen_q() ? p.total_q : p.seqlen_q,
+                           p.heads_q};
+  c.tma_out = suits_copy_engine(p.out, extent, p.head_dim_v);
+  // What measured best (docs/kernels/fp8.md); the registers of a tile decide what is possible.
+  const int32 widest = std::max(c.head_dim, c.head_dim_v);
+  const bool plain = c.transform == core::ScoreTransform::none && !core::is_windowed(c);
+  c.ping_pong = false;
+  if (widest <= 64) {
+    c.warpgroups = 3;
+    c.tile_k = 128;
+    c.stages = 4;
+  } else if (widest <= 128) {
+    c.tile_k = plain ? 192 : 128;
+  } else {
+    c.tile_k = 96;
+  }
+  if (promote_keys > 0) {
+    c.promote = std::max(1, static_cast<int32>(std::min<int64>(promote_keys, 1 << 20)) / c.tile_k);
+  }
+  while (core::fp8_shared_bytes(c) > core::shared_limit_bytes && c.tile_k > 32) {
+    if (c.promote == 0 && c.out_apart && c.head_dim >= 2 * c.head_dim_v) {
+      c.out_apart = false;
+    } else {
+      c.tile_k -= 32;
+    }
+  }
+  return c;
+}
+
+std::string forward_fp8_text(const FwdConfig& config) {
+  KernelSource source;
+  source.include = "device/fwd_fp8_sm90.cuh";
+  source.instructions = {
+      wgmma_text({.n = config.tile_k, .a = DType::e4m3, .b = DType::e4m3}, "fwd_scores"),
+      wgmma_text(
+          {.n = config.head_dim_v, .a = DType::e4m3, .b = DType::e4m3, .a_in_registers = true},
+          "fwd_output")};
+  source.call = "fovea::device::fwd_fp8<" + forward_expression(config) + ">";
+  source.params = "fovea::core::FwdFp8Params";
+  source.threads = core::threads_of(config);
+  return kernel_text(source);
+}
+
+ForwardFp8Kernel::ForwardFp8Kernel(Device& device, const FwdConfig& config, Jit& jit)
+    : device_(device), config_(config) {
+  CompileRequest request;
+  request.text = forward_fp8_text(config);
+  request.arch = device.properties().arch;
+  request.format = device.properties().image_format;
+  compiled_ = jit.compile(request);
+  kernel_ = device.load(compiled_.image->bytes, kernel_entry);
+}
+
+void ForwardFp8Kernel::run(const ForwardCall& call, const Fp8Operands& operands,
+                           Stream stream) const {
+  const Problem& p = call.problem;
+  const core::Fp8Layout l = core::fp8_layout(p, call.total_k);
+  FwdFp8Params params;
+  const ForwardTiles tiles = fill_forward_params(params, call, config_, device_.properties());
+  if (tiles.ctas == 0) return;
+
+  const int32 pattern = core::pattern_bytes(config_.head_dim);
+  const int64 q_row = int64{l.heads_q} * l.columns;
+  const int64 k_row = int64{l.heads_kv} * l.columns;
+  params.q = encode(
+      device_, MapType::u8, 1, operands.q,
+      {{l.columns, 1}, {l.rows_q, q_row}, {l.heads_q, l.columns}, {l.batches_q, l.rows_q * q_row}},
+      pattern, core::rows_of(config_), swizzle_of(pattern));
+  params.k = params.v = params.q;
+  if (l.k_bytes > 0) {
+    params.k = encode(device_, MapType::u8, 1, operands.k,
+                      {{l.columns, 1},
+                       {l.rows_k, k_row},
+                       {l.heads_kv, l.columns},
+                       {l.batches_k, l.rows_k * k_row}},
+                      pattern, config_.tile_k, swizzle_of(pattern));
+    const int32 pattern_v = core::pattern_bytes(config_.tile_k);
+    const int64 keys = l.blocks_k * core::scale_block;
+    params.v = encode(device_, MapType::u8, 1, operands.v,
+                      {{keys, 1},
+                       {l.columns_v, keys},
+                       {l.heads_kv, keys * l.columns_v},
+                       {l.batches_k, keys * l.columns_v * l.heads_kv}},
+                      pattern_v, config_.head_dim_v, swizzle_of(pattern_v));
+  }
+  if (config_.tma_out) {
+    params.out_map = encode(device_, p.out.dtype == DType::bf16 ? MapType::bf16 : MapType::f16, 2,
+                            reinterpret_cast<DeviceAddress>(p.out.data),
+                            {{p.head_dim_v, 1},
+                             {l.rows_q, p.out.stride[1]},
+                             {l.heads_q, p.out.stride[2]},
+                             {l.batches_q, p.out.stride[0]}},
+                            core::panel_columns, 64, MapSwizzle::b128);
+  }
+  params.keys = reinterpret_cast<const core::uint16*>(operands.k);
+  params.key_stride[0] = l.rows_k * k_row;
+  params.key_stride[1] = k_row;
+  params.key_stride[2] = l.columns;
+  params.q_scale = reinterpret_cast<const float*>(operands.q_scale);
+  params.q_scale_stride[0] = l.blocks_q * l.heads_q;
+  params.q_scale_stride[1] = l.blocks_q;
+  params.key_scale = reinterpret_cast<const core::KeyScale*>(operands.key_scale);
+  params.key_scale_stride[0] = l.blocks_k * l.heads_kv;
+  params.key_scale_stride[1] = l.blocks_k;
+
+  LaunchConfig launch;
+  launch.grid.x = tiles.ctas;
+  launch.block.x = tiles.threads;
+  launch.dynamic_shared_bytes = static_cast<std::uint32_t>(core::fp8_shared_bytes(config_));
+  device_.launch(*kernel_, launch, std::as_bytes(std::span(&params, 1)), stream);
+}
+
+}  // namespace fovea::runtime

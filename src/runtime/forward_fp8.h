@@ -1,0 +1,57 @@
+// Eight-bit attention on a GPU: quantised operands in device memory (core/fp8.h), the kernels that
+// write them, and the forward kernel that attends to them.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/fp8.h"
+#include "runtime/device.h"
+#include "runtime/forward_gpu.h"
+#include "runtime/jit.h"
+
+namespace fovea::runtime {
+
+// Where the operands lie: addresses of the device, multiples of 256.
+struct Fp8Operands {
+  DeviceAddress q = 0;
+  DeviceAddress k = 0;
+  DeviceAddress v = 0;
+  DeviceAddress q_scale = 0;
+  DeviceAddress key_scale = 0;
+};
+
+// Why the fp8 kernel of `arch` does not compute the problem, as clauses that say what would help.
+// The dtype, address and layout of q, k and v do not count: they are quantised first.
+std::vector<std::string> forward_fp8_supports(const core::Problem& problem, std::string_view arch);
+
+// A configuration for a problem that forward_fp8_supports() accepts. promote_keys: how many keys
+// the tensor cores may sum by themselves; 0: all of them.
+core::FwdConfig choose_forward_fp8(const core::Problem& problem, core::SoftmaxPolicy softmax,
+                                   core::int64 promote_keys);
+
+// The translation unit of a configuration.
+std::string forward_fp8_text(const core::FwdConfig& config);
+
+// A compiled and loaded fp8 forward kernel. Its device must outlive it.
+class ForwardFp8Kernel {
+ public:
+  // Throws CompileError, Unsupported (no compiler) or DeviceError.
+  ForwardFp8Kernel(Device& device, const core::FwdConfig& config, Jit& jit = default_jit());
+
+  // Puts one launch into the stream. The call's views of q, k and v are not used.
+  void run(const ForwardCall& call, const Fp8Operands& operands, Stream stream = {}) const;
+
+  const core::FwdConfig& config() const { return config_; }
+  const CompileResult& compiled() const { return compiled_; }
+
+ private:
+  Device& device_;
+  core::FwdConfig config_;
+  CompileResult compiled_;
+  std::shared_ptr<Kernel> kernel_;
+};
+
+}  // namespace fovea::runtime

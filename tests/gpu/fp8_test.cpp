@@ -1,0 +1,522 @@
+// The 8-bit forward kernel against fp64 on the very numbers it is given, under the tolerance that
+// its CPU twin's error sets: masks, lengths, head dimensions, and logits that outgrow e4m3's range.
+// On the emulated Hopper chip, each case in another order of asynchronous work;
+// FOVEA_TEST_DEVICES=cuda runs it on a GPU.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "core/numeric.h"
+#include "cpu/forward_fp8.h"
+#include "cpu/quantize.h"
+#include "cpu/reference.h"
+#include "runtime/forward_fp8.h"
+#include "tests/jit/jit_support.h"
+#include "tests/tolerance.h"
+
+namespace fovea::tests {
+namespace {
+
+using core::int32;
+using core::int64;
+using core::SoftmaxPolicy;
+using core::uint16;
+using core::uint8;
+using runtime::Device;
+using runtime::DeviceBuffer;
+
+struct Fp8Case {
+  std::string name = {};
+  int64 batch = 1;
+  int32 heads_q = 2;
+  int32 heads_kv = 2;
+  int64 seqlen_q = 128;
+  int64 seqlen_k = 384;
+  int32 head_dim = 128;
+  int32 head_dim_v = 128;
+  core::Window window = {};
+  float softcap = 0.0f;
+  float scale = 0.0f;  // 0: 1 / sqrt(head_dim)
+  bool sink = false;
+  core::DType out = core::DType::bf16;
+  float rise = 0.0f;  // logits grow by this much per 128 keys, in the order that keys are visited
+  float outlier = 0.0f;  // size of one element in 200 of q, k and v
+  SoftmaxPolicy softmax = SoftmaxPolicy::sum_guard;
+  core::ScaleGranularity granularity = core::ScaleGranularity::block;
+  bool rotate = true;
+  int64 promote_keys = 0;
+  std::vector<int32> cu_seqlens_q = {};
+  std::vector<int32> cu_seqlens_k = {};
+  std::vector<int32> seqused_q = {};
+  std::vector<int32> seqused_k = {};
+  int64 slack = 0;   // rows of q behind the last sequence
+  int32 tile_k = 0;  // 0: as chosen
+  int32 warpgroups = 0;
+  bool ping_pong = false;
+};
+
+std::ostream& operator<<(std::ostream& out, const Fp8Case& c) { return out << c.name; }
+
+class Generator {
+ public:
+  double uniform() {
+    state_ = state_ * 6364136223846793005u + 1442695040888963407u;
+    return static_cast<double>(state_ >> 11) * 0x1p-53;
+  }
+  double normal() {
+    double sum = -6.0;
+    for (int i = 0; i < 12; ++i) sum += uniform();
+    return sum;
+  }
+
+ private:
+  core::uint64 state_ = 1;
+};
+
+const int32* pointer_of(const std::vector<int32>& list) {
+  return list.empty() ? nullptr : list.data();
+}
+
+// A problem in fp32 on the host, its quantised operands, and what these stand for.
+class Fp8Input {
+ public:
+  explicit Fp8Input(const Fp8Case& c) : spec(c) {
+    const bool packed = !c.cu_seqlens_q.empty();
+    sequences_ = packed ? static_cast<int64>(c.cu_seqlens_q.size()) - 1 : c.batch;
+    batches_ = packed ? 1 : c.batch;
+    rows_q = packed ? c.cu_seqlens_q.back() + c.slack : c.seqlen_q;
+    rows_k = packed ? c.cu_seqlens_k.back() : c.seqlen_k;
+    describe(packed);
+    fill();
+    quantize();
+    restore();
+  }
+
+  int64 outputs() const { return batches_ * rows_q * spec.heads_q * spec.head_dim_v; }
+  int64 rows() const { return batches_ * rows_q * spec.heads_q; }
+
+  Fp8Case spec;
+  core::Problem problem;   // as given
+  core::Problem restored;  // codes x scales in place of q, k and v
+  core::Fp8Layout layout;
+  int64 rows_q = 0;
+  int64 rows_k = 0;
+  std::vector<uint8> q_codes, k_codes, v_codes;
+  std::vector<float> q_scale;
+  std::vector<core::KeyScale> key_scale;
+  std::vector<float> sink;
+
+  cpu::Fp8Operands operands() {
+    return {q_codes.data(), k_codes.data(), v_codes.data(), q_scale.data(), key_scale.data()};
+  }
+
+ private:
+  static void view(core::View& w, int64 row_count, int32 heads, int32 columns, core::DType type) {
+    w.dtype = type;
+    w.stride[0] = row_count * heads * columns;
+    w.stride[1] = static_cast<int64>(heads) * columns;
+    w.stride[2] = columns;
+    w.stride[3] = 1;
+  }
+
+  void describe(bool packed) {
+    const Fp8Case& c = spec;
+    core::Problem& p = problem;
+    view(p.q, rows_q, c.heads_q, c.head_dim, core::DType::f32);
+    view(p.k, rows_k, c.heads_kv, c.head_dim, core::DType::f32);
+    view(p.v, rows_k, c.heads_kv, c.head_dim_v, core::DType::f32);
+    view(p.out, rows_q, c.heads_q, c.head_dim_v, c.out);
+    p.lse.dtype = core::DType::f32;
+    p.lse.stride[0] = c.heads_q * rows_q;
+    p.lse.stride[1] = rows_q;
+    p.lse.stride[2] = 1;
+    p.batch = sequences_;
+    p.seqlen_q = c.seqlen_q;
+    p.seqlen_k = c.seqlen_k;
+    p.total_q = packed ? rows_q : 0;
+    p.heads_q = c.heads_q;
+    p.heads_kv = c.heads_kv;
+    p.head_dim = c.head_dim;
+    p.head_dim_v = c.head_dim_v;
+    p.softmax_scale = c.scale != 0.0f ? c.scale : 1.0f / std::sqrt(static_cast<float>(c.head_dim));
+    p.softcap = c.softcap;
+    p.window = c.window;
+    p.cu_seqlens_q = pointer_of(spec.cu_seqlens_q);
+    p.cu_seqlens_k = pointer_of(spec.cu_seqlens_k);
+    p.seqused_q = pointer_of(spec.seqused_q);
+    p.seqused_k = pointer_of(spec.seqused_k);
+  }
+
+  // Rows of k and v that no sequence uses are NaN.
+  void fill() {
+    const Fp8Case& c = spec;
+    Generator random;
+    const auto element = [&] {
+      const double x = random.normal();
+      return static_cast<float>(random.uniform() < 0.005 ? x * static_cast<double>(c.outlier) + x
+                                                         : x);
+    };
+    for (int64 i = 0; i < batches_ * rows_q * c.heads_q * c.head_dim; ++i) {
+      q_.push_back(c.rise != 0.0f && i % c.head_dim == 0 ? 8.0f : element());
+    }
+    const float step = -c.rise / (8.0f * problem.softmax_scale);
+    for (int64 b = 0; b < batches_; ++b) {
+      for (int64 row = 0; row < rows_k; ++row) {
+        const bool used = c.seqused_k.empty() || row < c.seqused_k[static_cast<std::size_t>(b)];
+        constexpr float nan = std::numeric_limits<float>::quiet_NaN();
+        for (int32 h = 0; h < c.heads_kv; ++h) {
+          for (int32 d = 0; d < c.head_dim; ++d) {
+            const float x =
+                c.rise != 0.0f && d == 0 ? step * static_cast<float>(row / 128) : element();
+            k_.push_back(used ? x : nan);
+          }
+          for (int32 d = 0; d < c.head_dim_v; ++d) v_.push_back(used ? element() : nan);
+        }
+      }
+    }
+    for (int32 h = 0; h < c.heads_q; ++h) sink.push_back(static_cast<float>(random.normal()));
+    problem.q.data = q_.data();
+    problem.k.data = k_.data();
+    problem.v.data = v_.data();
+    if (c.sink) {
+      problem.sink.data = sink.data();
+      problem.sink.stride[0] = 1;
+    }
+  }
+
+  void quantize() {
+    layout = core::fp8_layout(problem, rows_k);
+    const auto size = [](int64 bytes) { return static_cast<std::size_t>(bytes); };
+    // What is not written must not matter: NaN.
+    q_codes.assign(size(layout.q_bytes), 0x7f);
+    k_codes.assign(size(layout.k_bytes), 0x7f);
+    v_codes.assign(size(layout.v_bytes), 0x7f);
+    q_scale.assign(size(layout.q_scale_bytes) / sizeof(float), 1.0f);
+    key_scale.resize(size(layout.key_scale_bytes) / sizeof(core::KeyScale));
+    cpu::quantize(problem, rows_k, {spec.granularity, spec.rotate, 7}, operands());
+  }
+
+  // What the codes stand for, in fp32: exact, since scales are powers of two.
+  void restore() {
+    restored = problem;
+    restored.head_dim = layout.columns;
+    const auto sequence_block = [](const int32* cu, int64 row, int64 sequences) {
+      if (cu == nullptr) return row / core::scale_block;
+      int64 s = 0;
+      while (s + 1 < sequences && row >= cu[s + 1]) ++s;
+      return core::block_offset(cu[s], static_cast<int32>(s)) + (row - cu[s]) / core::scale_block;
+    };
+    restored_q_.resize(q_codes.size());
+    for (std::size_t i = 0; i < q_codes.size(); ++i) {
+      const auto place = static_cast<int64>(i) / layout.columns;
+      const int64 head = place % layout.heads_q;
+      const int64 row = place / layout.heads_q % layout.rows_q;
+      const int64 batch = place / layout.heads_q / layout.rows_q;
+      const int64 block = sequence_block(problem.cu_seqlens_q, row, sequences_);
+      restored_q_[i] = core::e4m3_to_float(q_codes[i]) *
+                       q_scale[static_cast<std::size_t>(
+                           (batch * layout.heads_q + head) * layout.blocks_q + block)];
+    }
+    restored_k_.resize(k_codes.size());
+    restored_v_.resize(static_cast<std::size_t>(batches_ * rows_k * layout.heads_kv) *
+                       static_cast<std::size_t>(layout.columns_v));
+    for (int64 place = 0; place < batches_ * rows_k * layout.heads_kv; ++place) {
+      const int64 head = place % layout.heads_kv;
+      const int64 row = place / layout.heads_kv % layout.rows_k;
+      const int64 batch = place / layout.heads_kv / layout.rows_k;
+      const int64 block = sequence_block(problem.cu_seqlens_k, row, sequences_);
+      const int64 pair = batch * layout.heads_kv + head;
+      const core::KeyScale& s = key_scale[static_cast<std::size_t>(pair * layout.blocks_k + block)];
+      for (int32 c = 0; c < layout.columns; ++c) {
+        const auto i = static_cast<std::size_t>(place * layout.columns + c);
+        restored_k_[i] = core::e4m3_to_float(k_codes[i]) * s.k;
+      }
+      int64 first = 0;
+      if (problem.cu_seqlens_k != nullptr) {
+        int64 sequence = 0;
+        while (sequence + 1 < sequences_ && row >= problem.cu_seqlens_k[sequence + 1]) ++sequence;
+        first = problem.cu_seqlens_k[sequence];
+      }
+      const int64 key = row - first;
+      const int64 slot = (block - key / core::scale_block) * core::scale_block + key / 16 * 16 +
+                         core::value_slot(static_cast<int32>(key % 16));
+      for (int32 c = 0; c < layout.columns_v; ++c) {
+        const int64 at = (pair * layout.columns_v + c) * layout.blocks_k * core::scale_block + slot;
+        restored_v_[static_cast<std::size_t>(place * layout.columns_v + c)] =
+            core::e4m3_to_float(v_codes[static_cast<std::size_t>(at)]) / s.v_inverse;
+      }
+    }
+    view(restored.q, rows_q, spec.heads_q, layout.columns, core::DType::f32);
+    view(restored.k, rows_k, spec.heads_kv, layout.columns, core::DType::f32);
+    restored.q.data = restored_q_.data();
+    restored.k.data = restored_k_.data();
+    restored.v.data = restored_v_.data();
+  }
+
+  int64 sequences_ = 0;
+  int64 batches_ = 0;
+  std::vector<float> q_, k_, v_;
+  std::vector<float> restored_q_, restored_k_, restored_v_;
+};
+
+struct Fp8Result {
+  std::vector<double> out;
+  std::vector<double> lse;
+  std::array<core::uint64, 2> counters{};  // rows repaired, rows taken again
+};
+
+// Device memory that goes when the call ends.
+class Memory {
+ public:
+  explicit Memory(Device& device) : device_(device) {}
+  template <typename T>
+  T* upload(const T* data, std::size_t count) {
+    buffers_.emplace_back(device_, count * sizeof(T));
+    if (count > 0) device_.copy_to_device(buffers_.back().address(), data, count * sizeof(T));
+    return reinterpret_cast<T*>(buffers_.back().address());
+  }
+  template <typename T>
+  runtime::DeviceAddress upload(const std::vector<T>& values) {
+    return reinterpret_cast<runtime::DeviceAddress>(upload(values.data(), values.size()));
+  }
+  template <typename T>
+  std::vector<T> download(const void* address, std::size_t count) {
+    std::vector<T> values(count);
+    device_.copy_to_host(values.data(), reinterpret_cast<runtime::DeviceAddress>(address),
+                         count * sizeof(T));
+    device_.synchronize();
+    return values;
+  }
+
+ private:
+  Device& device_;
+  std::vector<DeviceBuffer> buffers_;
+};
+
+core::FwdConfig config_of(const Fp8Case& c, const core::Problem& p) {
+  core::FwdConfig config = runtime::choose_forward_fp8(p, c.softmax, c.promote_keys);
+  config.ping_pong = c.ping_pong;
+  if (c.tile_k != 0) config.tile_k = c.tile_k;
+  if (c.warpgroups != 0) config.warpgroups = c.warpgroups;
+  if (c.promote_keys != 0) {
+    config.promote = std::max(1, static_cast<int32>(c.promote_keys) / config.tile_k);
+  }
+  return config;
+}
+
+Fp8Result run_on(Device& device, const Fp8Input& input) {
+  const Fp8Case& c = input.spec;
+  Memory memory(device);
+  runtime::ForwardCall launch;
+  core::Problem& p = launch.problem;
+  p = input.problem;
+  const runtime::Fp8Operands operands{memory.upload(input.q_codes), memory.upload(input.k_codes),
+                                      memory.upload(input.v_codes), memory.upload(input.q_scale),
+                                      memory.upload(input.key_scale)};
+  // Poison with guard: what is not written, and what is written behind the end, shows.
+  const auto outputs = static_cast<std::size_t>(input.outputs());
+  const auto rows = static_cast<std::size_t>(input.rows());
+  constexpr std::size_t guard = 64;
+  const auto element = static_cast<std::size_t>(core::size_bytes(c.out));
+  const std::vector<unsigned char> poison((outputs + guard) * element, 0xff);
+  p.out.data = memory.upload(poison.data(), poison.size());
+  const std::vector<float> nan(rows + guard, std::numeric_limits<float>::quiet_NaN());
+  p.lse.data = memory.upload(nan.data(), nan.size());
+  if (c.sink) p.sink.data = memory.upload(input.sink.data(), input.sink.size());
+  const auto lengths = [&](const std::vector<int32>& list) {
+    return list.empty() ? nullptr : memory.upload(list.data(), list.size());
+  };
+  p.cu_seqlens_q = lengths(c.cu_seqlens_q);
+  p.cu_seqlens_k = lengths(c.cu_seqlens_k);
+  p.seqused_q = lengths(c.seqused_q);
+  p.seqused_k = lengths(c.seqused_k);
+  launch.total_k = input.rows_k;
+  constexpr std::array<core::uint64, 2> zeros{};
+  core::uint64* counters = memory.upload(zeros.data(), 2);
+  core::uint64* scheduler = memory.upload(zeros.data(), 1);
+  launch.counters = reinterpret_cast<runtime::DeviceAddress>(counters);
+  launch.scheduler = reinterpret_cast<runtime::DeviceAddress>(scheduler);
+
+  EXPECT_TRUE(runtime::forward_fp8_supports(p, device.properties().arch).empty());
+  const runtime::ForwardFp8Kernel kernel(device, config_of(c, p));
+  kernel.run(launch, operands);
+
+  Fp8Result result;
+  const auto bytes = memory.download<unsigned char>(p.out.data, poison.size());
+  for (std::size_t i = 0; i < outputs; ++i) {
+    float value = 0.0f;
+    if (element == 4) {
+      std::memcpy(&value, bytes.data() + 4 * i, 4);
+    } else {
+      uint16 bits = 0;
+      std::memcpy(&bits, bytes.data() + 2 * i, 2);
+      value = c.out == core::DType::f16 ? core::f16_to_float(bits) : core::bf16_to_float(bits);
+    }
+    result.out.push_back(static_cast<double>(value));
+  }
+  for (std::size_t i = outputs * element; i < bytes.size(); ++i) EXPECT_EQ(bytes[i], 0xff);
+  const auto lse = memory.download<float>(p.lse.data, nan.size());
+  result.lse.assign(lse.begin(), lse.begin() + static_cast<std::ptrdiff_t>(rows));
+  for (std::size_t i = rows; i < lse.size(); ++i) EXPECT_TRUE(std::isnan(lse[i]));
+  const auto counts = memory.download<core::uint64>(counters, 2);
+  result.counters = {counts[0], counts[1]};
+  EXPECT_EQ(memory.download<core::uint64>(scheduler, 1)[0], 0u);
+  return result;
+}
+
+Fp8Result check_case(const Fp8Case& spec, runtime::EmulationOptions::Order order) {
+  Fp8Input input(spec);
+  const cpu::ReferenceResult exact = cpu::reference_forward(input.restored);
+  const core::FwdConfig config = config_of(spec, input.problem);
+  cpu::Fp8Statistics statistics;
+  const cpu::ReferenceResult twin = cpu::forward_fp8(
+      input.problem, input.rows_k, input.operands(),
+      {.softmax = spec.softmax, .tile_k = config.tile_k, .promote = config.promote}, &statistics);
+  EXPECT_EQ(statistics.saturated, 0);
+  const auto out_type = static_cast<DType>(spec.out);
+  Fp8Result result;
+  for (const std::string& name : test_devices()) {
+    if (name.find("sm_90a") == std::string::npos && name.find("cuda") == std::string::npos) {
+      continue;
+    }
+    SCOPED_TRACE(name);
+    const auto device = runtime::open_device(name, {.order = order, .seed = 7, .checks = true});
+    result = run_on(*device, input);
+    EXPECT_TRUE(test::close_to(result.out, exact.out, twin.out,
+                               test::out_floor(out_type, out_type, exact.out)));
+    EXPECT_TRUE(test::close_to(result.lse, exact.lse, twin.lse, {1e-4, 1e-5, 1e-9}));
+  }
+  return result;
+}
+
+class Fp8Forward : public ::testing::TestWithParam<Fp8Case> {};
+
+TEST_P(Fp8Forward, MatchesTheOracle) {
+  // The order of asynchronous work goes round with the cases.
+  static int turn = 0;
+  check_case(GetParam(), static_cast<runtime::EmulationOptions::Order>(turn++ % 3));
+}
+
+const Fp8Case fp8_cases[] = {
+    {.name = "whole_tiles"},
+    {.name = "odd_lengths", .seqlen_q = 100, .seqlen_k = 300},
+    {.name = "d64",
+     .heads_q = 1,
+     .heads_kv = 1,
+     .seqlen_q = 200,
+     .seqlen_k = 520,
+     .head_dim = 64,
+     .head_dim_v = 64},
+    {.name = "d256",
+     .heads_q = 1,
+     .heads_kv = 1,
+     .seqlen_q = 150,
+     .seqlen_k = 250,
+     .head_dim = 256,
+     .head_dim_v = 256},
+    {.name = "d80", .seqlen_q = 140, .seqlen_k = 300, .head_dim = 80, .head_dim_v = 80},
+    {.name = "d192_128", .seqlen_q = 140, .seqlen_k = 300, .head_dim = 192, .window = {-1, 0}},
+    {.name = "outliers", .seqlen_q = 140, .seqlen_k = 500, .outlier = 30},
+    {.name = "outliers_unrotated",
+     .seqlen_q = 140,
+     .seqlen_k = 500,
+     .outlier = 30,
+     .granularity = core::ScaleGranularity::tensor,
+     .rotate = false},
+    {.name = "promoted", .seqlen_q = 140, .seqlen_k = 900, .promote_keys = 256, .tile_k = 128},
+    {.name = "promoted_rows_rise",
+     .seqlen_q = 140,
+     .seqlen_k = 900,
+     .rise = 8,
+     .promote_keys = 192},
+    {.name = "causal", .seqlen_q = 300, .seqlen_k = 300, .window = {-1, 0}},
+    {.name = "causal_more_queries", .seqlen_q = 400, .seqlen_k = 130, .window = {-1, 0}},
+    {.name = "causal_gqa",
+     .batch = 2,
+     .heads_q = 4,
+     .seqlen_q = 130,
+     .seqlen_k = 513,
+     .head_dim = 64,
+     .head_dim_v = 64,
+     .window = {-1, 0}},
+    {.name = "window", .seqlen_q = 500, .seqlen_k = 500, .window = {100, 20}},
+    {.name = "softcap", .seqlen_q = 200, .seqlen_k = 300, .softcap = 5.0f},
+    {.name = "negative_scale", .seqlen_q = 200, .seqlen_k = 300, .scale = -0.1f},
+    {.name = "sink", .seqlen_q = 200, .seqlen_k = 300, .window = {-1, 0}, .sink = true},
+    {.name = "f16_out", .seqlen_q = 200, .seqlen_k = 400, .out = core::DType::f16},
+    {.name = "f32_out", .seqlen_q = 200, .seqlen_k = 400, .out = core::DType::f32},
+    {.name = "no_keys", .seqlen_q = 100, .seqlen_k = 0},
+    {.name = "one_query",
+     .batch = 2,
+     .heads_q = 4,
+     .seqlen_q = 1,
+     .seqlen_k = 700,
+     .window = {-1, 0}},
+    {.name = "varlen",
+     .heads_kv = 1,
+     .seqlen_q = 257,
+     .seqlen_k = 322,
+     .window = {-1, 0},
+     .cu_seqlens_q = {0, 100, 100, 357, 400},
+     .cu_seqlens_k = {0, 50, 178, 500, 500},
+     .slack = 7},
+    {.name = "seqused",
+     .batch = 3,
+     .seqlen_q = 200,
+     .seqlen_k = 300,
+     .window = {-1, 0},
+     .seqused_q = {200, 0, 77},
+     .seqused_k = {13, 300, 200}},
+    {.name = "three_warpgroups",
+     .seqlen_q = 200,
+     .seqlen_k = 600,
+     .tile_k = 96,
+     .warpgroups = 3,
+     .ping_pong = true},
+    {.name = "online",
+     .seqlen_q = 140,
+     .seqlen_k = 700,
+     .rise = 100,
+     .softmax = SoftmaxPolicy::online},
+    {.name = "conditional",
+     .seqlen_q = 140,
+     .seqlen_k = 700,
+     .rise = 3,
+     .softmax = SoftmaxPolicy::conditional},
+};
+
+INSTANTIATE_TEST_SUITE_P(Cases, Fp8Forward, ::testing::ValuesIn(fp8_cases),
+                         [](const auto& instance) { return instance.param.name; });
+
+// Logits that leave the fast path, and proof that they did.
+TEST(Fp8Guard, RepairsRowsThatGrowWithinReach) {
+  const Fp8Result result =
+      check_case({.name = "rise_8", .seqlen_q = 140, .seqlen_k = 900, .rise = 8},
+                 runtime::EmulationOptions::Order::random);
+  EXPECT_GT(result.counters[0], 0u);
+  EXPECT_EQ(result.counters[1], 0u);
+}
+
+TEST(Fp8Guard, TakesTilesAgainWhenSumsOverflow) {
+  const Fp8Result result =
+      check_case({.name = "rise_200", .seqlen_q = 140, .seqlen_k = 900, .rise = 200},
+                 runtime::EmulationOptions::Order::lazy);
+  EXPECT_GT(result.counters[1], 0u);
+}
+
+TEST(Fp8Guard, LeavesFallingLogitsAlone) {
+  const Fp8Result result =
+      check_case({.name = "fall", .seqlen_q = 140, .seqlen_k = 900, .rise = -50},
+                 runtime::EmulationOptions::Order::eager);
+  EXPECT_EQ(result.counters[0] + result.counters[1], 0u);
+}
+
+}  // namespace
+}  // namespace fovea::tests
