@@ -20,10 +20,15 @@
 #pragma once
 
 #include "core/fp8.h"
-#include "device/fwd_sm90.cuh"
+#include "device/fwd_tiles.h"
+#include "device/pipeline.h"
+#include "device/scores.h"
+#include "device/tma.h"
+#include "device/wgmma.h"
 
 namespace fovea::device {
 
+using core::FwdConfig;
 using core::FwdFp8Params;
 using core::KeyScale;
 using core::scale_block;

@@ -165,18 +165,6 @@ struct Load {
   }
 };
 
-// ---- Small pieces of the softmax ----------------------------------------------------------------
-
-__forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-}
-
-__forceinline__ float quad_sum(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
 // ---- Role: compute, one warpgroup ---------------------------------------------------------------
 //
 // A thread holds rows 16 warp + lane / 4 (half 0) and 8 below (half 1) of its warpgroup's 64, and

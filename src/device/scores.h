@@ -11,6 +11,17 @@ using core::infinity;
 using core::ScoreTransform;
 using core::SoftmaxPolicy;
 
+// Over the four lanes that hold a row of a warpgroup's accumulator.
+__forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+__forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
 template <DType dtype>
 __forceinline__ uint32 pack(float low, float high) {
   return dtype == DType::bf16 ? pack_bf16x2(low, high) : pack_f16x2(low, high);
