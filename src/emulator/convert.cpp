@@ -134,7 +134,7 @@ u64 real_to_integer(double value, Type type, Rounding rounding) {
   const int bits = static_cast<int>(8 * type_bytes(type));
   const bool with_sign = is_signed(type);
   if (std::isnan(value)) {
-    return bits == 64 ? u64{1} << 63 : with_sign || bits < 32 ? 0 : 0;
+    return bits == 64 ? u64{1} << 63 : 0;
   }
   const bool negative = std::signbit(value);
   const double magnitude =

@@ -92,7 +92,22 @@ std::shared_ptr<const KernelImage> make_image(const CompileRequest& request, std
   return image;
 }
 
+// Whether ptxas said what the image's kernels use. It does not where its result came from a cache
+// of NVRTC's own.
+bool has_report(const KernelImage& image) {
+  const auto& kernels = image.report.kernels;
+  return image.format == ImageFormat::ptx ||
+         (!kernels.empty() && std::all_of(kernels.begin(), kernels.end(),
+                                          [](const auto& kernel) { return kernel.registers > 0; }));
+}
+
 void check_strict(const KernelImage& image) {
+  if (!has_report(image)) {
+    throw CompileError(
+        "ptxas reports no registers and spills of this kernel, so that nobody knows whether it is "
+        "fit for use; where NVRTC answers from a cache of its own, set CUDA_CACHE_DISABLE=1",
+        image.log);
+  }
   if (!image.report.advisories.empty()) {
     throw CompileError("ptxas slows this kernel down: " + image.report.advisories.front(),
                        image.log);
@@ -191,7 +206,9 @@ CompileResult Jit::load_or_compile(const CompileRequest& request, const std::str
   // Without a compiler, a cache that was filled ahead of time still serves.
   const std::string compiler_name = no_compiler ? "" : compiler_key(library);
   if (auto entry = disk_.load(key, compiler_name)) {
-    return {make_image(request, std::move(entry->image), std::move(entry->log)), Origin::disk, 0.0};
+    auto image = make_image(request, std::move(entry->image), std::move(entry->log));
+    // One without a report is compiled again where it can be, to get it.
+    if (has_report(*image) || no_compiler) return {std::move(image), Origin::disk, 0.0};
   }
   if (no_compiler) throw *no_compiler;
 

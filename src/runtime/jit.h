@@ -52,7 +52,8 @@ struct CompileRequest {
   std::string arch = "sm_90a";      // sm_90a, sm_100a, sm_100f, sm_103a
   ImageFormat format = ImageFormat::cubin;
   std::vector<std::string> options;  // to NVRTC, besides those of every kernel
-  // Spills and advisories are errors: a kernel that is used for its speed must not have them.
+  // Spills and advisories are errors: a kernel that is used for its speed must not have them, and
+  // must have a report that says so.
   bool strict = true;
 };
 

@@ -192,6 +192,8 @@ Nvrtc::Result Nvrtc::compile(const std::string& text, const std::vector<SourceFi
   }
   std::vector<const char*> option_texts;
   for (const std::string& option : options) option_texts.push_back(option.c_str());
+  // A result from NVRTC's own cache comes without ptxas's report. Release 12 knows no such option.
+  if (major_ >= 13) option_texts.push_back("--no-cache");
 
   const Functions& f = *functions_;
   Result result;

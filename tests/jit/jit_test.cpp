@@ -497,6 +497,38 @@ TEST(Jit, RefusesSerialisedProductsInStrictUse) {
   EXPECT_NE(said.find("(C75"), std::string::npos) << said;
 }
 
+TEST(Jit, RefusesAnImageWithoutAReportInStrictUse) {
+  const TemporaryFolder folder;
+  Jit jit({folder.path(), unlimited});
+  CompileRequest request;
+  request.text = "__device__ int nothing_that_ptxas_reports_on;";
+  const std::string said = sentence<CompileError>([&] { jit.compile(request); });
+  EXPECT_NE(said.find("ptxas reports no registers"), std::string::npos) << said;
+  request.strict = false;
+  EXPECT_FALSE(jit.compile(request).image->bytes.empty());
+  request.strict = true;
+  request.format = runtime::ImageFormat::ptx;  // which ptxas has not seen
+  EXPECT_FALSE(jit.compile(request).image->bytes.empty());
+}
+
+TEST(Jit, CompilesAgainWhatWasCachedWithoutAReport) {
+  const TemporaryFolder folder;
+  const CompileRequest request = small_request();
+  const CompileResult first = Jit({folder.path(), unlimited}).compile(request);
+  ASSERT_FALSE(first.image->report.kernels.empty());
+  const std::vector<fs::path> files = files_in(folder.path());
+  ASSERT_EQ(files.size(), 1u);
+  const std::string name = files[0].stem().string();
+  const std::size_t dash = name.find('-');
+  const runtime::DiskCache cache(folder.path(), unlimited);
+  ASSERT_TRUE(
+      cache.store(name.substr(0, dash), name.substr(dash + 1), {first.image->bytes, "no report"}));
+  const CompileResult again = Jit({folder.path(), unlimited}).compile(request);
+  EXPECT_EQ(again.origin, Origin::compiler);
+  EXPECT_FALSE(again.image->report.kernels.empty());
+  EXPECT_EQ(Jit({folder.path(), unlimited}).compile(request).origin, Origin::disk);
+}
+
 TEST(Jit, NamesTheArchsThereAre) {
   Jit jit({{}, unlimited});
   CompileRequest request = small_request();
