@@ -55,6 +55,8 @@ inline constexpr int32 panel_columns = 64;  // 16-bit elements in a row of the 1
 constexpr int32 panels(int32 columns) { return (columns + panel_columns - 1) / panel_columns; }
 constexpr bool is_windowed(const FwdConfig& c) { return c.bound_left || c.bound_right; }
 constexpr int32 rows_of(const FwdConfig& c) { return 64 * c.warpgroups; }
+constexpr int32 query_box_rows(const FwdConfig& c) { return rows_of(c); }
+constexpr int32 out_box_rows(const FwdConfig&) { return 64; }
 constexpr int32 threads_of(const FwdConfig& c) { return 128 * (c.warpgroups + 1); }
 
 // Dynamic shared memory: q, the rings of k and v, out where it is apart, barriers.

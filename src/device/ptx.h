@@ -242,6 +242,13 @@ __forceinline__ float max3(float a, float b, float c) {
   return largest;
 }
 
+// max with three inputs (sm_100 and later) that gives NaN if any of them is one
+__forceinline__ float max3_nan(float a, float b, float c) {
+  float largest;
+  asm("max.NaN.f32 %0, %1, %2, %3;" : "=f"(largest) : "f"(a), "f"(b), "f"(c));
+  return largest;
+}
+
 // ---- Conversions; the manual's first source is the high half
 // --------------------------------------
 
@@ -271,26 +278,6 @@ __forceinline__ uint16 pack_e5m2x2(float low, float high) {
   uint16 packed;
   asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
   return packed;
-}
-
-// cvt.f32.f16 of both halves
-__forceinline__ float2 unpack_f16x2(uint32 packed) {
-  float2 wide;
-  asm("{ .reg .b16 low, high;\n"
-      "mov.b32 {low, high}, %2;\n"
-      "cvt.f32.f16 %0, low;\n"
-      "cvt.f32.f16 %1, high; }"
-      : "=f"(wide.x), "=f"(wide.y)
-      : "r"(packed));
-  return wide;
-}
-
-// prmt: byte i of the result is the one that nibble i of `selector` names: 0..3 of a, 4..7 of b.
-template <uint32 selector>
-__forceinline__ uint32 permute_bytes(uint32 a, uint32 b) {
-  uint32 mixed;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(mixed) : "r"(a), "r"(b), "n"(selector));
-  return mixed;
 }
 
 // Four at a time, first in the lowest byte.

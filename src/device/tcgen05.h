@@ -97,6 +97,13 @@ __forceinline__ void tcgen05_wait_load() {
   asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory");
 }
 
+// No instruction: what uses these registers stays behind the wait for the load that fills them.
+template <int count>
+__forceinline__ void tcgen05_hold(uint32 (&words)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) asm volatile("" : "+r"(words[i])::"memory");
+}
+
 // tcgen05.wait::st: this thread's stores are in tensor memory.
 __forceinline__ void tcgen05_wait_store() {
   asm volatile("tcgen05.wait::st.sync.aligned;" ::: "memory");

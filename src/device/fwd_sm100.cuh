@@ -1,0 +1,1093 @@
+// Attention, forward, on Blackwell: out = softmax(transform(q k^T), where visible) v, and its LSE.
+//
+// Two tiles of 128 query rows share each tile of keys and take turns: while one's scores are in the
+// tensor cores, the other's are exponentiated. Budget of 128 rows x 128 keys x head_dim 128, in
+// cycles of a multiprocessor (docs/kernels/fwd_sm100.md; nothing here has run on the chip yet):
+//
+//   tensor cores    2 x 2 x 128 x 128 x 128 FLOP at 8192 a cycle                    1024
+//   exponentials    128 x 128 at 16 a cycle, less 1/8 by polynomial                  896
+//   FMA             2 a score, 6 more where by polynomial, 128 wide                  352
+//   shared memory   q and k, then v, 32 bytes deep each, at 128 bytes a cycle        768
+//
+// Roles, by warp:   load (TMA)    multiply (one thread)    softmax (a row each thread, 128 each)
+//                   correct (128 threads)    store (TMA)
+//
+// Scores, weights and output are in tensor memory; weights lie over the half of the scores that has
+// been read by then, so that the others' scores can still be taken again. The softmax keeps no
+// running maximum in tiles that no mask touches: docs/kernels/softmax.md.
+#pragma once
+
+#include "core/config_sm100.h"
+#include "device/fwd_tiles.h"
+#include "device/pipeline.h"
+#include "device/scores.h"
+#include "device/tcgen05.h"
+#include "device/tma.h"
+
+namespace fovea::device {
+
+using core::Fwd100Config;
+
+// ---- Plan: shared memory, barriers --------------------------------------------------------------
+
+// The rows of a CTA, and what each of its query tiles visits.
+struct Fwd100Tile : FwdTile {
+  KeySpan spans[2];
+};
+
+// Tiles are panels of 64 columns, each [row][64] with the 128-byte swizzle.
+//
+// A slot is a place for scores: that of a query tile, or, with one query tile, of every other tile
+// of keys. Barriers of a slot or a query tile complete once per tile of keys, and their parity
+// follows from the tiles of keys seen so far.
+template <Fwd100Config C>
+struct Fwd100Plan {
+  static constexpr int32 panels_qk = core::panels(C.head_dim);
+  static constexpr int32 panels_v = core::panels(C.head_dim_v);
+  static constexpr uint32 row_bytes = 2 * core::panel_columns;
+  static constexpr uint32 group_bytes = 8 * row_bytes;  // 8 rows: the period of the swizzle
+  static constexpr uint32 panel_bytes = 128 * row_bytes;
+  static constexpr uint32 q_bytes = panels_qk * panel_bytes;
+  static constexpr uint32 stage_bytes = core::stage_bytes(C);
+
+  alignas(1024) uint8 q[C.query_tiles][q_bytes];
+  alignas(1024) uint8 keys[C.stages][stage_bytes];  // k and v in turn
+  alignas(1024) uint8 out[C.out_apart ? C.query_tiles * panels_v * panel_bytes : 1];
+
+  Ring<C.stages> key_ring;             // full: 1 producer and the bytes; free: 1 commit
+  Ring<1> q_ring[C.query_tiles];       // full: 1 producer and the bytes; free: 1
+  Ring<2> tile_ring;                   // full: 1 producer; free: each warp that computes or stores
+  Ring<1> output_ring[C.query_tiles];  // full: 1 commit, of the last tile of keys; free: 4 warps
+  Ring<1> row_ring[C.query_tiles];     // full: 4 warps, rows are summed; free: 4 warps
+  Ring<1> out_ring[C.query_tiles];     // full: 4 warps, out is staged; free: 1, it has left
+
+  Barrier scores_full[2];              // slot: 1 commit
+  Barrier weights_full[2][2];          // slot, part: 4 warps
+  Barrier factor_full[2];              // slot: 4 warps, with corrections
+  Barrier output_ready[2];             // slot: 4 warps, with corrections
+  Barrier first_done[C.query_tiles];   // 1 commit: the product of the first part
+  Barrier output_done[C.query_tiles];  // 1 commit: the product of both
+  Barrier edge_full;                   // values that are cleared before others see them
+
+  float row_factor[2][128];  // slot: of the corrections; in the end the sums
+  float row_reference[2][128];
+  Fwd100Tile tiles[2];
+  uint32 tensor_memory;
+
+  static constexpr uint32 tile_consumers = 4 * C.query_tiles + 4 + 2;
+  __forceinline__ SharedAddress staging(int32 query_tile) const {
+    return C.out_apart ? shared_address(out) + query_tile * panels_v * panel_bytes
+                       : shared_address(q[query_tile]);
+  }
+
+  static_assert(C.dtype == DType::bf16 || C.dtype == DType::f16);
+  static_assert(C.query_tiles == 1 || C.query_tiles == 2);
+  static_assert(C.tile_k == 128 && C.first_part % 32 == 0 && C.first_part > 0);
+  static_assert(C.first_part < C.tile_k && C.polynomial >= 0 && C.polynomial <= 16);
+  static_assert(C.head_dim % 16 == 0 && C.head_dim_v % 16 == 0 && C.head_dim_v <= 256);
+  static_assert(core::output_column(C, C.query_tiles) <= core::tensor_columns);
+  static_assert(C.stages >= 2 && (C.out_apart || panels_qk >= panels_v));
+  static_assert(!C.tma_out || C.out_dtype == C.dtype);
+};
+
+template <Fwd100Config C>
+__forceinline__ Fwd100Tile find_query_tiles(const FwdParams& params, int32 index) {
+  Fwd100Tile tile;
+  static_cast<FwdTile&>(tile) = find_tile<C>(params, index);
+#pragma unroll
+  for (int32 t = 0; t < C.query_tiles; ++t) {
+    tile.spans[t] = find_span<C>(tile, params, tile.q_begin + 128 * t, 128);
+  }
+  return tile;
+}
+
+__forceinline__ bool visits(const KeySpan& span, int32 block) {
+  return block >= span.begin && block < span.end;
+}
+
+// Where the n-th tile of keys of a query tile goes, and the parity of the barriers it completes.
+template <Fwd100Config C>
+__forceinline__ int32 slot_of(int32 query_tile, int32 n) {
+  return C.query_tiles == 2 ? query_tile : n % 2;
+}
+template <Fwd100Config C>
+__forceinline__ uint32 slot_parity(int32 n) {
+  return static_cast<uint32>(C.query_tiles == 2 ? n : n / 2) & 1u;
+}
+__forceinline__ uint32 parity_of(int32 n) { return static_cast<uint32>(n) & 1u; }
+
+// One arrival of a warp, after what each of its lanes did before.
+__forceinline__ void arrive_warp(Barrier& barrier) {
+  __syncwarp();
+  if (lane_index() == 0) mbarrier_arrive(barrier);
+}
+
+// Whether out of a query tile goes through shared memory: not where its rows end inside.
+template <Fwd100Config C>
+__forceinline__ bool is_staged(const Fwd100Tile& tile, int32 query_tile) {
+  if constexpr (!C.tma_out) return false;
+  if (tile.spans[query_tile].count() == 0) return false;
+  return !C.ragged || tile.q_begin + 128 * query_tile + 128 <= tile.capacity_q;
+}
+
+// The tile that this CTA works on; none behind the last.
+template <Fwd100Config C>
+__forceinline__ const Fwd100Tile* next_tile(Fwd100Plan<C>& plan, const RingState<2>& state) {
+  plan.tile_ring.wait_full(state);
+  const Fwd100Tile* tile = &plan.tiles[state.stage];
+  return tile->last != 0 ? nullptr : tile;
+}
+
+// ---- Role: load, one warp -----------------------------------------------------------------------
+
+template <Fwd100Config C>
+struct Load100 {
+  using Plan = Fwd100Plan<C>;
+  Plan& plan;
+  const FwdParams& params;
+  const bool leader;
+  RingState<C.stages> state;
+  RingState<1> q_states[C.query_tiles];
+  RingState<2> tile_state;
+  int32 edges = 0;                     // stages of values cleared so far
+  int32 edge_stage = -1;               // the one that has to be
+  int32 edge_begin = 0, edge_end = 0;  // its keys that are seen
+
+  __forceinline__ void load_q(const Fwd100Tile& tile) {
+#pragma unroll
+    for (int32 t = 0; t < C.query_tiles; ++t) {
+      if (tile.spans[t].count() == 0) continue;
+      plan.q_ring[t].wait_free(q_states[t]);
+      if (leader) {
+        plan.q_ring[t].expect(q_states[t], Plan::q_bytes);
+        const CachePolicy once = cache_policy_evict_first();
+#pragma unroll
+        for (int32 panel = 0; panel < Plan::panels_qk; ++panel) {
+          tma_load(shared_address(plan.q[t]) + panel * Plan::panel_bytes, &params.q,
+                   plan.q_ring[t].full[0],
+                   {panel * core::panel_columns, tile.row_q + tile.q_begin + 128 * t, tile.head,
+                    tile.batch_q},
+                   once);
+        }
+      }
+      q_states[t].advance();
+    }
+  }
+
+  template <int32 panel_count>
+  __forceinline__ void load_panels(const TensorMap* map, Barrier& full, const Fwd100Tile& tile,
+                                   int32 block) {
+    const CachePolicy again = cache_policy_evict_last();
+#pragma unroll
+    for (int32 panel = 0; panel < panel_count; ++panel) {
+      tma_load(
+          shared_address(plan.keys[state.stage]) + panel * Plan::panel_bytes, map, full,
+          {panel * core::panel_columns, tile.row_k + block * C.tile_k, tile.head_kv, tile.batch_k},
+          again);
+    }
+  }
+
+  __forceinline__ void load_keys(const Fwd100Tile& tile, int32 block) {
+    plan.key_ring.wait_free(state);
+    if (leader) {
+      plan.key_ring.expect(state, Plan::panels_qk * Plan::panel_bytes);
+      load_panels<Plan::panels_qk>(&params.k, plan.key_ring.full[state.stage], tile, block);
+    }
+    state.advance();
+  }
+
+  // Values of keys that no row sees are cleared, since 0 x NaN is NaN: they land on a barrier of
+  // this warp's own, and the ring's gets a plain arrival once they are clean.
+  __forceinline__ void load_values(const Fwd100Tile& tile, int32 block) {
+    plan.key_ring.wait_free(state);
+    constexpr uint32 bytes = Plan::panels_v * Plan::panel_bytes;
+    if constexpr (core::is_windowed(C) || C.ragged) {
+      edge_begin = max(0, tile.key_begin - block * C.tile_k);
+      edge_end = min(C.tile_k, tile.key_end - block * C.tile_k);
+      if (edge_begin > 0 || edge_end < C.tile_k) {
+        if (leader) {
+          mbarrier_arrive_expect_bytes(plan.edge_full, bytes);
+          load_panels<Plan::panels_v>(&params.v, plan.edge_full, tile, block);
+        }
+        edge_stage = state.stage;
+        state.advance();
+        return;
+      }
+    }
+    if (leader) {
+      plan.key_ring.expect(state, bytes);
+      load_panels<Plan::panels_v>(&params.v, plan.key_ring.full[state.stage], tile, block);
+    }
+    state.advance();
+  }
+
+  __forceinline__ void clear_edge() {
+    if constexpr (core::is_windowed(C) || C.ragged) {
+      if (edge_stage < 0) return;
+      mbarrier_wait(plan.edge_full, parity_of(edges++));
+      const SharedAddress values = shared_address(plan.keys[edge_stage]);
+      constexpr int32 chunks = 8 * Plan::panels_v;  // of 16 bytes in a row; swizzling permutes them
+#pragma unroll 1
+      for (int32 i = lane_index(); i < C.tile_k * chunks; i += 32) {
+        const int32 key = i / chunks;
+        if (key >= edge_begin && key < edge_end) continue;
+        const int32 panel = (i % chunks) / 8;
+        store_shared_x4(values + panel * Plan::panel_bytes + key * Plan::row_bytes + (i % 8) * 16,
+                        uint4{0, 0, 0, 0});
+      }
+      fence_proxy_async_shared();
+      arrive_warp(plan.key_ring.full[edge_stage]);
+      edge_stage = -1;
+    }
+  }
+
+  // Tells the other warps which tile comes next.
+  __forceinline__ void publish(const Fwd100Tile& tile) {
+    plan.tile_ring.wait_free(tile_state);
+    if (leader) {
+      plan.tiles[tile_state.stage] = tile;
+      mbarrier_arrive(plan.tile_ring.full[tile_state.stage]);
+    }
+    tile_state.advance();
+  }
+
+  // In the order in which products take them: values come one block behind keys, and before the
+  // keys of that step where two query tiles share it.
+  __forceinline__ void load_tile(const Fwd100Tile& tile) {
+    load_q(tile);
+    for (int32 block = tile.end - 1; block >= tile.begin - 1; --block) {
+      const bool keys = block >= tile.begin;
+      const bool values = block + 1 < tile.end;
+      if constexpr (C.query_tiles == 2) {
+        if (values) load_values(tile, block + 1);
+        if (keys) load_keys(tile, block);
+        clear_edge();
+      } else {
+        if (keys) load_keys(tile, block);
+        clear_edge();
+        if (values) load_values(tile, block + 1);
+      }
+    }
+    clear_edge();
+  }
+
+  // Tiles as they come: the first by place, further ones from a counter that all CTAs share, or,
+  // without one, in rounds.
+  __forceinline__ int32 next(int32 round) {
+    if (params.scheduler == nullptr || round == 0) return tile_index(round);
+    int32 index = 0;
+    if (leader) index = static_cast<int32>(gridDim.x + atomicAdd(params.scheduler, 1u));
+    return __reduce_max_sync(0xffffffffu, index);
+  }
+
+  __forceinline__ void run() {
+    Fwd100Tile tile;
+    int32 index = next(0);
+    for (int32 round = 1; index < params.tiles; ++round) {
+      tile = find_query_tiles<C>(params, index);
+      const bool exists = tile.exists();
+      if (exists) publish(tile);
+      index = C.persistent ? next(round) : params.tiles;
+      if (exists && tile.count() > 0) load_tile(tile);
+    }
+    tile.last = 1;
+    publish(tile);
+    if (C.persistent && params.scheduler != nullptr && leader) {
+      // The last CTA to ask leaves the counters as it found them.
+      if (atomicAdd(params.scheduler + 1, 1u) == gridDim.x - 1) {
+        params.scheduler[0] = params.scheduler[1] = 0;
+      }
+    }
+  }
+};
+
+// ---- Role: multiply, one thread -----------------------------------------------------------------
+//
+// Two query tiles:  S0 S1 | O0 S0 O1 S1 | O0 S0 O1 S1 | ... | O0 O1     S: scores of a block
+// One:              S     | S O         | S O         | ... | O         O: output of the one before
+
+template <Fwd100Config C>
+struct Multiply100 {
+  using Plan = Fwd100Plan<C>;
+  static constexpr TensorType type = C.dtype == DType::bf16 ? TensorType::bf16 : TensorType::f16;
+
+  Plan& plan;
+  const TensorAddress base;
+  RingState<C.stages> state;
+  RingState<2> tile_state;
+  RingState<1> q_states[C.query_tiles];
+  RingState<1> output_states[C.query_tiles];
+  int32 scored[C.query_tiles] = {};  // tiles of keys whose scores, and whose output, are issued
+  int32 added[C.query_tiles] = {};
+
+  __forceinline__ RingState<C.stages> take() {
+    const RingState<C.stages> taken = state;
+    state.advance();
+    return taken;
+  }
+
+  __forceinline__ void scores(int32 t, const RingState<C.stages>& keys) {
+    const int32 n = scored[t]++;
+    if constexpr (!C.issue_order && !core::weights_apart(C)) {
+      // The weights that these scores overwrite have been multiplied.
+      const int32 before = n - (C.query_tiles == 2 ? 1 : 2);
+      if (before >= 0) mbarrier_wait(plan.output_done[t], parity_of(before));
+    }
+    tcgen05_fence_after();
+    constexpr uint32 instruction =
+        tcgen05_instruction({.a = type, .b = type, .m = 128, .n = C.tile_k});
+    const uint64 q =
+        tcgen05_descriptor(Swizzle::b128, shared_address(plan.q[t]).value, 0, Plan::group_bytes);
+    const uint64 k = tcgen05_descriptor(Swizzle::b128, shared_address(plan.keys[keys.stage]).value,
+                                        0, Plan::group_bytes);
+    const int32 slot = slot_of<C>(t, n);
+    const TensorAddress to = base + core::score_column(0) + 128 * slot;
+#pragma unroll
+    for (int32 step = 0; step < C.head_dim / 16; ++step) {
+      const uint32 along = step / 4 * Plan::panel_bytes + step % 4 * 32;  // 16 elements
+      tcgen05_mma_f16_ss_cta1(to, descriptor_advance(q, along), descriptor_advance(k, along),
+                              instruction, step > 0);
+    }
+    tcgen05_commit(plan.scores_full[slot]);
+  }
+
+  template <int32 first, int32 last>  // keys
+  __forceinline__ void add(int32 t, int32 slot, const RingState<C.stages>& values,
+                           bool accumulate) {
+    constexpr uint32 instruction = tcgen05_instruction(
+        {.a = type, .b = type, .m = 128, .n = C.head_dim_v, .b_mn_major = true});
+    const uint64 v =
+        tcgen05_descriptor(Swizzle::b128, shared_address(plan.keys[values.stage]).value,
+                           Plan::panel_bytes, Plan::group_bytes);
+    const TensorAddress to = base + core::output_column(C, 0) + C.head_dim_v * t;
+    const TensorAddress weights = base + core::weight_column(C, 0) +
+                                  (core::weight_column(C, 1) - core::weight_column(C, 0)) * slot;
+    tcgen05_fence_after();
+#pragma unroll
+    for (int32 step = first / 16; step < last / 16; ++step) {
+      tcgen05_mma_f16_ts_cta1(to, weights + 8 * step,
+                              descriptor_advance(v, step * 16 * Plan::row_bytes), instruction,
+                              accumulate || step > 0);
+    }
+  }
+
+  __forceinline__ void output(int32 t, const RingState<C.stages>& values, bool first, bool last) {
+    const int32 n = added[t]++;
+    const int32 slot = slot_of<C>(t, n);
+    const uint32 parity = slot_parity<C>(n);
+    if (first) plan.output_ring[t].wait_free(output_states[t]);
+    if constexpr (core::is_corrected(C)) mbarrier_wait(plan.output_ready[slot], parity);
+    mbarrier_wait(plan.weights_full[slot][0], parity);
+    add<0, C.first_part>(t, slot, values, !first);
+    if constexpr (!core::is_corrected(C)) tcgen05_commit(plan.first_done[t]);
+    mbarrier_wait(plan.weights_full[slot][1], parity);
+    add<C.first_part, C.tile_k>(t, slot, values, true);
+    tcgen05_commit(plan.output_done[t]);
+    if (last) {
+      tcgen05_commit(plan.output_ring[t].full[0]);
+      output_states[t].advance();
+    }
+  }
+
+  // The scores of one query tile, if it visits the block; q goes with the last of them.
+  __forceinline__ void scores_of(const Fwd100Tile& tile, int32 t, int32 block,
+                                 const RingState<C.stages>& keys) {
+    const KeySpan& span = tile.spans[t];
+    if (!visits(span, block)) return;
+    if (block == span.end - 1) plan.q_ring[t].wait_full(q_states[t]);
+    scores(t, keys);
+    if (block == span.begin) {
+      if constexpr (C.out_apart || !C.tma_out) tcgen05_commit(plan.q_ring[t].free[0]);
+      q_states[t].advance();
+    }
+  }
+
+  __forceinline__ void output_of(const Fwd100Tile& tile, int32 t, int32 block,
+                                 const RingState<C.stages>& values) {
+    const KeySpan& span = tile.spans[t];
+    if (visits(span, block)) output(t, values, block == span.end - 1, block == span.begin);
+  }
+
+  __forceinline__ void step_of_two(const Fwd100Tile& tile, int32 block) {
+    RingState<C.stages> keys, values;
+    const bool has_values = block + 1 < tile.end;
+    const bool has_keys = block >= tile.begin;
+    if (has_values) values = take();
+    if (has_keys) keys = take();
+    if (has_values) plan.key_ring.wait_full(values);
+#pragma unroll
+    for (int32 t = 0; t < 2; ++t) {
+      if (has_values) output_of(tile, t, block + 1, values);
+      if (has_values && t == 1) tcgen05_commit(plan.key_ring.free[values.stage]);
+      if (has_keys && t == 0) plan.key_ring.wait_full(keys);
+      if (has_keys) scores_of(tile, t, block, keys);
+    }
+    if (has_keys) tcgen05_commit(plan.key_ring.free[keys.stage]);
+  }
+
+  __forceinline__ void step_of_one(const Fwd100Tile& tile, int32 block) {
+    if (block >= tile.begin) {
+      const RingState<C.stages> keys = take();
+      plan.key_ring.wait_full(keys);
+      scores_of(tile, 0, block, keys);
+      tcgen05_commit(plan.key_ring.free[keys.stage]);
+    }
+    if (block + 1 < tile.end) {
+      const RingState<C.stages> values = take();
+      plan.key_ring.wait_full(values);
+      output_of(tile, 0, block + 1, values);
+      tcgen05_commit(plan.key_ring.free[values.stage]);
+    }
+  }
+
+  __forceinline__ void run() {
+    while (const Fwd100Tile* tile = next_tile<C>(plan, tile_state)) {
+      if (tile->count() > 0) {
+#pragma unroll 1
+        for (int32 block = tile->end - 1; block >= tile->begin - 1; --block) {
+          if constexpr (C.query_tiles == 2) {
+            step_of_two(*tile, block);
+          } else {
+            step_of_one(*tile, block);
+          }
+        }
+      }
+      plan.tile_ring.release(tile_state);
+      tile_state.advance();
+    }
+  }
+};
+
+// ---- Output in tensor memory --------------------------------------------------------------------
+
+// Output of this warp's rows x factor, a row per lane.
+template <Fwd100Config C>
+__forceinline__ void scale_output(TensorAddress output, float factor) {
+#pragma unroll 1
+  for (int32 column = 0; column < C.head_dim_v; column += 16) {
+    uint32 words[16];
+    tcgen05_load_32x32b_x16(words, output + column);
+    tcgen05_wait_load();
+    tcgen05_hold(words);
+#pragma unroll
+    for (int32 i = 0; i < 16; ++i) words[i] = __float_as_uint(__uint_as_float(words[i]) * factor);
+    tcgen05_store_32x32b_x16(output + column, words);
+  }
+  tcgen05_wait_store();
+}
+
+// Rows of a warp, all at once.
+__forceinline__ void count_rows(const FwdParams& params, int32 which) {
+  if (params.counters != nullptr && lane_index() == 0) atomicAdd(params.counters + which, 32ull);
+}
+
+// ---- Role: softmax, one warpgroup for a query tile, one thread for a row ------------------------
+
+template <Fwd100Config C>
+struct Softmax100 {
+  using Plan = Fwd100Plan<C>;
+  static constexpr int32 chunk = 32;  // scores in registers at a time
+
+  Plan& plan;
+  const FwdParams& params;
+  const TensorAddress base;  // this warp's lanes
+  const int32 query_tile;
+  RingState<2> tile_state;
+  RingState<1> row_state;
+  int32 seen = 0;        // tiles of keys so far
+  bool claimed = false;  // the rows in shared memory are this tile's
+  float reference;       // in log2 units: core/softmax.h
+  float sum;
+
+  __forceinline__ int32 row() const { return static_cast<int32>(threadIdx.x % 128); }
+  __forceinline__ int32 slot() const { return slot_of<C>(query_tile, seen); }
+  __forceinline__ TensorAddress scores() const { return base + core::score_column(1) * slot(); }
+  __forceinline__ TensorAddress weights() const {
+    return base + core::weight_column(C, 0) +
+           (core::weight_column(C, 1) - core::weight_column(C, 0)) * slot();
+  }
+  __forceinline__ TensorAddress output() const {
+    return base + core::output_column(C, 0) + C.head_dim_v * query_tile;
+  }
+
+  // -- Scores
+
+  // Gives the chunks of scores [first, last) to use(chunk, words), each loaded while the one before
+  // is in use.
+  template <int32 first, int32 last, typename Use>
+  __forceinline__ void stream(Use use) {
+    uint32 words[2][chunk];
+    tcgen05_load_32x32b_x32(words[0], scores() + chunk * first);
+#pragma unroll
+    for (int32 i = first; i < last; ++i) {
+      uint32(&now)[chunk] = words[(i - first) % 2];
+      tcgen05_wait_load();
+      tcgen05_hold(now);
+      if (i + 1 < last) {
+        tcgen05_load_32x32b_x32(words[(i + 1 - first) % 2], scores() + chunk * (i + 1));
+      }
+      use(i, now);
+    }
+  }
+
+  __forceinline__ float scale() const {
+    return C.transform == ScoreTransform::none ? params.scale_log2 : 1.0f;
+  }
+
+  __forceinline__ void transform(uint32 (&words)[chunk]) const {
+    if constexpr (C.transform != ScoreTransform::none) {
+#pragma unroll
+      for (int32 i = 0; i < chunk; ++i) {
+        float x = __uint_as_float(words[i]) * params.transform_in;
+        if constexpr (C.transform == ScoreTransform::softcap) {
+          x = tanh_accurate(x) * params.transform_out;
+        }
+        words[i] = __float_as_uint(x);
+      }
+    }
+  }
+
+  // Columns [first, first + width) of a block, which this thread's row sees.
+  struct Visible {
+    int32 first;
+    uint32 width;
+  };
+
+  __forceinline__ Visible visible(const Fwd100Tile& tile, int32 block) const {
+    int32 begin = 0;
+    int32 end = tile.length_k;
+    if constexpr (core::is_windowed(C)) {
+      const int32 position =
+          tile.q_begin + 128 * query_tile + row() + tile.length_k - tile.length_q;
+      if constexpr (C.bound_left) begin = max(0, position - params.window_left);
+      if constexpr (C.bound_right) end = min(end, position + params.window_right + 1);
+    }
+    return {begin - block * C.tile_k, static_cast<uint32>(max(0, end - begin))};
+  }
+
+  // Hides what a row does not see: selects, so that what was there reaches nothing.
+  __forceinline__ void mask(uint32 (&words)[chunk], int32 index, const Visible& seen_here) const {
+#pragma unroll
+    for (int32 i = 0; i < chunk; ++i) {
+      const auto at = static_cast<uint32>(chunk * index + i - seen_here.first);
+      if (at >= seen_here.width) words[i] = __float_as_uint(-infinity);
+    }
+  }
+
+  // -- Exponentials
+
+  // 2^x as 2^n p(x - n): n is the nearest integer, whose bits come out of an addition's last place,
+  // p the polynomial of core/numeric.h. Gives zero from -127 down, and 2^127 from 127 up, where the
+  // guard has to hear of it.
+  template <bool guarded>
+  static __forceinline__ float2 exp2_by_polynomial(float2 x) {
+    using Polynomial = core::Exp2Polynomial<C.polynomial_degree>;
+    constexpr float magic = 12582912.0f;  // 1.5 x 2^23
+    if constexpr (guarded) x = float2{fminf(x.x, 127.0f), fminf(x.y, 127.0f)};
+    x = float2{fmaxf(x.x, -127.0f), fmaxf(x.y, -127.0f)};
+    const float2 shifted = add_f32x2(x, float2{magic, magic});
+    const float2 nearest = add_f32x2(shifted, float2{-magic, -magic});
+    const float2 rest = fma_f32x2(nearest, float2{-1.0f, -1.0f}, x);
+    constexpr float top = Polynomial::coefficient[C.polynomial_degree - 1];
+    float2 p{top, top};
+#pragma unroll
+    for (int32 i = C.polynomial_degree - 2; i >= 0; --i) {
+      const float c = Polynomial::coefficient[i];
+      p = fma_f32x2(p, rest, float2{c, c});
+    }
+    p = fma_f32x2(p, rest, float2{1.0f, 1.0f});
+    const auto raise = [](float mantissa, float exponent) {
+      return __int_as_float(__float_as_int(mantissa) +
+                            static_cast<int32>(__float_as_uint(exponent) << 23));
+    };
+    return float2{raise(p.x, shifted.x), raise(p.y, shifted.y)};
+  }
+
+  // Which pairs of a chunk go by polynomial: the same in every tile, masked or not, and spread so
+  // that both paths are busy at all times.
+  static constexpr bool by_polynomial(int32 pair) {
+    return (pair + 1) * C.polynomial / 16 != pair * C.polynomial / 16;
+  }
+
+  // Weights 2^(score x by - base), summed up and packed.
+  template <bool guarded>
+  static __forceinline__ void exponentiate(const uint32 (&words)[chunk], float by, float base,
+                                           float2& total, uint32* packed) {
+#pragma unroll
+    for (int32 i = 0; i < chunk / 2; ++i) {
+      float2 x{__uint_as_float(words[2 * i]), __uint_as_float(words[2 * i + 1])};
+      x = fma_f32x2(x, float2{by, by}, float2{-base, -base});
+      const float2 e = by_polynomial(i) ? exp2_by_polynomial<guarded>(x)
+                                        : float2{exp2_approximate(x.x), exp2_approximate(x.y)};
+      total = add_f32x2(total, e);
+      packed[i] = pack<C.dtype>(e.x, e.y);
+    }
+  }
+
+  // Beyond this, score x scale inside the multiply-add and the reference, which was rounded, may
+  // differ by more than the logits do: scaling must round first, on both sides alike.
+  static __forceinline__ bool far(float reference) { return !(fabsf(reference) < 2048.0f); }
+
+  // -- Weights: to tensor memory, in two parts
+
+  __forceinline__ void store_weights(int32 index, const uint32* packed) const {
+    uint32 words[chunk / 2];
+#pragma unroll
+    for (int32 i = 0; i < chunk / 2; ++i) words[i] = packed[i];
+    tcgen05_store_32x32b_x16(weights() + chunk / 2 * index, words);
+  }
+
+  template <int32 part>
+  __forceinline__ void hand_over() {
+    tcgen05_wait_store();
+    tcgen05_fence_before();
+    arrive_warp(plan.weights_full[slot()][part]);
+  }
+
+  // -- Tiles of keys
+
+  // The rows in shared memory may be written: those of the last tile have been read.
+  __forceinline__ void claim_rows() {
+    if (!claimed) plan.row_ring[query_tile].wait_free(row_state);
+    claimed = true;
+  }
+
+  // What was summed before shrinks by this row's factor. With corrections, those warps do it, and
+  // at each tile; otherwise this warp does, if one of its rows has to.
+  __forceinline__ void correct_output(float factor, bool first, bool after_part) {
+    if constexpr (core::is_corrected(C)) {
+      if (!first) {
+        claim_rows();
+        plan.row_factor[slot()][row()] = factor;
+      }
+      arrive_warp(plan.factor_full[slot()]);
+    } else if (!first && __any_sync(0xffffffffu, factor != 1.0f)) {
+      mbarrier_wait(plan.output_done[query_tile], parity_of(seen - 1));
+      if (after_part) mbarrier_wait(plan.first_done[query_tile], parity_of(seen));
+      tcgen05_fence_after();
+      scale_output<C>(output(), factor);
+      count_rows(params, 0);
+    }
+  }
+
+  // Weights of keys [from, tile_k) with their true maximum known first: scores are read twice.
+  template <bool masked, int32 from>
+  __forceinline__ void take_exactly(const Fwd100Tile& tile, int32 block, bool first,
+                                    float threshold) {
+    Visible seen_here{};
+    if constexpr (masked) seen_here = visible(tile, block);
+    float top = -infinity;
+    stream<from / chunk, C.tile_k / chunk>([&](int32 index, uint32(&words)[chunk]) {
+      transform(words);
+      if constexpr (masked) mask(words, index, seen_here);
+#pragma unroll
+      for (int32 i = 0; i < chunk; i += 2) {
+        top = max3_nan(top, __uint_as_float(words[i]), __uint_as_float(words[i + 1]));
+      }
+    });
+    const core::Rescale raised = core::raise_reference(reference, top * scale(), threshold);
+    // A row's first keys find no sum and no output to shrink.
+    const float factor = reference > -infinity ? exp2_approximate(raised.factor_log2) : 1.0f;
+    reference = raised.reference;
+    correct_output(factor, first, from > 0);
+    // No weight is a number where the largest score is infinite or none: nor is the sum.
+    sum = top < infinity ? sum * factor : top - top;
+    // A row that saw nothing yet keeps -infinity, but may not subtract it.
+    const float base = reference > -infinity ? reference : 0.0f;
+    const bool scale_first = __any_sync(0xffffffffu, far(base));
+    float2 total{0.0f, 0.0f};
+    stream<from / chunk, C.tile_k / chunk>([&](int32 index, uint32(&words)[chunk]) {
+      transform(words);
+      if constexpr (masked) mask(words, index, seen_here);
+      uint32 packed[chunk / 2];
+      if (scale_first) {
+#pragma unroll
+        for (int32 i = 0; i < chunk; ++i) {
+          words[i] = __float_as_uint(__uint_as_float(words[i]) * scale());
+        }
+      }
+      exponentiate<false>(words, scale_first ? 1.0f : scale(), base, total, packed);
+      store_weights(index, packed);
+      if (index == C.first_part / chunk - 1) hand_over<0>();
+    });
+    hand_over<1>();
+    sum += total.x + total.y;
+  }
+
+  // Weights of keys [from, to) with the reference known before. All are positive, so their sum
+  // bounds the largest; false where a row of this warp has outgrown its reference, or has none.
+  // Then nothing has been written, and the scores are still there.
+  template <int32 from, int32 to>
+  __forceinline__ bool take_guarded() {
+    // A reference too far out, or none yet: infinity, or NaN, cannot pass the vote.
+    const float base = far(reference) ? -infinity : reference;
+    float2 total{0.0f, 0.0f};
+    uint32 packed[(to - from) / 2];
+    stream<from / chunk, to / chunk>([&](int32 index, uint32(&words)[chunk]) {
+      transform(words);
+      exponentiate<true>(words, scale(), base, total, packed + chunk / 2 * (index - from / chunk));
+    });
+    const float part = total.x + total.y;
+    if (__any_sync(0xffffffffu, !(part <= core::rescale_threshold))) return false;
+    sum += part;
+#pragma unroll
+    for (int32 i = 0; i < (to - from) / chunk; ++i) {
+      store_weights(from / chunk + i, packed + chunk / 2 * i);
+    }
+    return true;
+  }
+
+  __forceinline__ void take_unmasked(const Fwd100Tile& tile, int32 block) {
+    if (!take_guarded<0, C.first_part>()) {
+      count_rows(params, 1);
+      take_exactly<false, 0>(tile, block, false, 0.0f);
+      return;
+    }
+    hand_over<0>();
+    if (!take_guarded<C.first_part, C.tile_k>()) {
+      count_rows(params, 1);
+      take_exactly<false, C.first_part>(tile, block, false, 0.0f);
+      return;
+    }
+    hand_over<1>();
+  }
+
+  __forceinline__ void take(const Fwd100Tile& tile, const KeySpan& span, int32 block) {
+    constexpr float threshold =
+        C.softmax == SoftmaxPolicy::online ? 0.0f : core::rescale_threshold_log2;
+    const bool first = block == span.end - 1;
+    mbarrier_wait(plan.scores_full[slot()], slot_parity<C>(seen));
+    tcgen05_fence_after();
+    if (block >= span.full_end || block < span.full_begin) {
+      take_exactly<true, 0>(tile, block, first, threshold);
+    } else if (first || core::is_corrected(C)) {
+      take_exactly<false, 0>(tile, block, first, threshold);
+    } else {
+      take_unmasked(tile, block);
+    }
+    ++seen;
+  }
+
+  __forceinline__ void run() {
+    while (const Fwd100Tile* tile = next_tile<C>(plan, tile_state)) {
+      const KeySpan& span = tile->spans[query_tile];
+      if (span.count() > 0) {
+        reference = -infinity;
+        sum = 0.0f;
+        claimed = false;
+#pragma unroll 1
+        for (int32 block = span.end - 1; block >= span.begin; --block) take(*tile, span, block);
+        const int32 last_slot = slot_of<C>(query_tile, seen - 1);
+        if constexpr (core::is_corrected(C)) {
+          // The last factor lies where the sum goes.
+          mbarrier_wait(plan.output_ready[last_slot], slot_parity<C>(seen - 1));
+        }
+        claim_rows();
+        plan.row_reference[query_tile][row()] = reference;
+        plan.row_factor[last_slot][row()] = sum;
+        arrive_warp(plan.row_ring[query_tile].full[0]);
+        row_state.advance();
+      }
+      arrive_warp(plan.tile_ring.free[tile_state.stage]);
+      tile_state.advance();
+    }
+  }
+};
+
+// ---- Role: correct, one warpgroup ---------------------------------------------------------------
+//
+// With corrections: at each tile of keys, scales the output of rows that have outgrown their
+// reference before the next weights are added. Always: divides by the sums, writes out and LSE.
+
+template <Fwd100Config C>
+struct Correct100 {
+  using Plan = Fwd100Plan<C>;
+  Plan& plan;
+  const FwdParams& params;
+  const TensorAddress base;  // this warp's lanes
+  RingState<2> tile_state;
+  RingState<1> row_states[C.query_tiles];
+  RingState<1> output_states[C.query_tiles];
+  RingState<1> out_states[C.query_tiles];
+  int32 seen[C.query_tiles] = {};  // tiles of keys so far
+
+  __forceinline__ int32 row() const { return static_cast<int32>(threadIdx.x % 128); }
+  __forceinline__ TensorAddress output(int32 t) const {
+    return base + core::output_column(C, 0) + C.head_dim_v * t;
+  }
+
+  __forceinline__ void correct(int32 t, bool first) {
+    const int32 n = seen[t]++;
+    const int32 slot = slot_of<C>(t, n);
+    mbarrier_wait(plan.factor_full[slot], slot_parity<C>(n));
+    if (!first) {
+      const float factor = plan.row_factor[slot][row()];
+      if (__any_sync(0xffffffffu, factor != 1.0f)) {
+        mbarrier_wait(plan.output_done[t], parity_of(n - 1));
+        tcgen05_fence_after();
+        scale_output<C>(output(t), factor);
+        tcgen05_fence_before();
+        count_rows(params, 0);
+      }
+    }
+    arrive_warp(plan.output_ready[slot]);
+  }
+
+  // By what a row's output is multiplied in the end; zero where nothing was seen.
+  __forceinline__ float finish_row(const Fwd100Tile& tile, int32 t) {
+    float sum = 0.0f;
+    float reference = -infinity;
+    if (tile.spans[t].count() > 0) {
+      plan.row_ring[t].wait_full(row_states[t]);
+      sum = plan.row_factor[slot_of<C>(t, seen[t] - 1)][row()];
+      reference = plan.row_reference[t][row()];
+      arrive_warp(plan.row_ring[t].free[0]);
+      row_states[t].advance();
+    }
+    const int32 index = tile.q_begin + 128 * t + row();
+    float total = sum;
+    float top = reference;
+    float share = 1.0f;
+    if constexpr (C.has_sink) {
+      const float sink = params.sink[tile.head * params.sink_stride] * core::log2_e;
+      top = sink > reference ? sink : reference;
+      const float origin = top > -infinity ? top : 0.0f;
+      share = exp2_approximate(reference - origin);
+      total = fmaf(total, share, exp2_approximate(sink - origin));
+    }
+    const bool used = index < tile.length_q;
+    if (params.lse != nullptr && index < tile.capacity_q) {
+      const bool some = used && !(total == 0.0f);
+      params.lse[tile.batch_q * params.lse_stride[0] + tile.head * params.lse_stride[1] +
+                 (tile.row_q + index) * params.lse_stride[2]] =
+          some ? (top + log2_approximate(total)) * core::ln_2 : -infinity;
+    }
+    return used && !(sum == 0.0f) ? share * reciprocal_approximate(total) : 0.0f;
+  }
+
+  // 16 columns of the output of this thread's row; zero x NaN shall be zero.
+  __forceinline__ void load_output(float (&values)[16], int32 t, int32 column, float factor) const {
+    uint32 words[16];
+    tcgen05_load_32x32b_x16(words, output(t) + column);
+    tcgen05_wait_load();
+    tcgen05_hold(words);
+#pragma unroll
+    for (int32 i = 0; i < 16; ++i) {
+      values[i] = factor == 0.0f ? 0.0f : __uint_as_float(words[i]) * factor;
+    }
+  }
+
+  static __forceinline__ uint4 pack_8(const float* values) {
+    return uint4{pack<C.dtype>(values[0], values[1]), pack<C.dtype>(values[2], values[3]),
+                 pack<C.dtype>(values[4], values[5]), pack<C.dtype>(values[6], values[7])};
+  }
+
+  // Through shared memory, in one piece. Neighbouring rows write to different banks.
+  __forceinline__ void stage_output(int32 t, float factor) {
+    const SharedAddress staging = plan.staging(t);
+    if constexpr (C.out_apart) plan.out_ring[t].wait_free(out_states[t]);
+#pragma unroll 1
+    for (int32 column = 0; column < 64 * Plan::panels_v; column += 16) {
+      float values[16] = {};
+      if (column < C.head_dim_v) load_output(values, t, column, factor);
+#pragma unroll
+      for (int32 half = 0; half < 2; ++half) {
+        const auto bytes = static_cast<uint32>(2 * (column + 8 * half));
+        store_shared_x4(
+            staging + panel_offset(Swizzle::b128, 128, static_cast<uint32>(row()), bytes),
+            pack_8(values + 8 * half));
+      }
+    }
+    fence_proxy_async_shared();
+    arrive_warp(plan.out_ring[t].full[0]);
+    out_states[t].advance();
+  }
+
+  __forceinline__ void store_element(int64 offset, float value) {
+    if constexpr (C.out_dtype == DType::f32) {
+      static_cast<float*>(params.out)[offset] = value;
+    } else {
+      static_cast<uint16*>(params.out)[offset] =
+          static_cast<uint16>(pack<C.out_dtype>(value, 0.0f) & 0xffffu);
+    }
+  }
+
+  // Row by row: where rows end inside the tile, or out suits no copy engine.
+  __forceinline__ void store_row(const Fwd100Tile& tile, int32 t, float factor, bool has_output) {
+    const int32 index = tile.q_begin + 128 * t + row();
+    const int64 offset = tile.batch_q * params.out_stride[0] +
+                         (tile.row_q + index) * params.out_stride[1] +
+                         tile.head * params.out_stride[2];
+#pragma unroll 1
+    for (int32 column = 0; column < C.head_dim_v; column += 16) {
+      float values[16] = {};
+      if (has_output) load_output(values, t, column, factor);
+      if (index >= tile.capacity_q) continue;
+#pragma unroll
+      for (int32 i = 0; i < 16; i += 8) {
+        if (C.tma_out && column + i + 8 <= params.head_dim_v) {
+          *reinterpret_cast<uint4*>(static_cast<uint16*>(params.out) + offset + column + i) =
+              pack_8(values + i);
+          continue;
+        }
+#pragma unroll
+        for (int32 j = i; j < i + 8; ++j) {
+          if (column + j < params.head_dim_v) {
+            store_element(offset + (column + j) * params.out_stride[3], values[j]);
+          }
+        }
+      }
+    }
+  }
+
+  __forceinline__ void finish(const Fwd100Tile& tile, int32 t) {
+    const bool has_output = tile.spans[t].count() > 0;
+    if constexpr (!core::is_corrected(C)) seen[t] += tile.spans[t].count();
+    const float factor = finish_row(tile, t);
+    if (has_output) {
+      plan.output_ring[t].wait_full(output_states[t]);
+      tcgen05_fence_after();
+    }
+    if (is_staged<C>(tile, t)) {
+      stage_output(t, factor);
+    } else {
+      store_row(tile, t, factor, has_output);
+      // Nobody stores from where q was: it is free again.
+      if (has_output && C.tma_out && !C.out_apart && warp_index() % 4 == 0) {
+        arrive_warp(plan.q_ring[t].free[0]);
+      }
+    }
+    if (has_output) {
+      tcgen05_fence_before();
+      arrive_warp(plan.output_ring[t].free[0]);
+      output_states[t].advance();
+    }
+  }
+
+  __forceinline__ void run() {
+    while (const Fwd100Tile* tile = next_tile<C>(plan, tile_state)) {
+      if constexpr (core::is_corrected(C)) {
+#pragma unroll 1
+        for (int32 block = tile->end - 1; block >= tile->begin; --block) {
+#pragma unroll
+          for (int32 t = 0; t < C.query_tiles; ++t) {
+            if (visits(tile->spans[t], block)) correct(t, block == tile->spans[t].end - 1);
+          }
+        }
+      }
+#pragma unroll
+      for (int32 t = 0; t < C.query_tiles; ++t) finish(*tile, t);
+      arrive_warp(plan.tile_ring.free[tile_state.stage]);
+      tile_state.advance();
+    }
+  }
+};
+
+// ---- Role: store, one thread --------------------------------------------------------------------
+
+template <Fwd100Config C>
+__forceinline__ void store(Fwd100Plan<C>& plan, const FwdParams& params) {
+  RingState<2> tile_state;
+  RingState<1> out_states[C.query_tiles];
+  while (const Fwd100Tile* tile = next_tile<C>(plan, tile_state)) {
+#pragma unroll
+    for (int32 t = 0; t < C.query_tiles; ++t) {
+      if (!is_staged<C>(*tile, t)) continue;
+      plan.out_ring[t].wait_full(out_states[t]);
+#pragma unroll
+      for (int32 panel = 0; panel < Fwd100Plan<C>::panels_v; ++panel) {
+        tma_store(&params.out_map, plan.staging(t) + panel * Fwd100Plan<C>::panel_bytes,
+                  {panel * core::panel_columns, tile->row_q + tile->q_begin + 128 * t, tile->head,
+                   tile->batch_q});
+      }
+      bulk_commit();
+      bulk_wait_read<0>();
+      if constexpr (C.out_apart) {
+        plan.out_ring[t].release(out_states[t]);
+      } else {
+        mbarrier_arrive(plan.q_ring[t].free[0]);
+      }
+      out_states[t].advance();
+    }
+    plan.tile_ring.release(tile_state);
+    tile_state.advance();
+  }
+}
+
+// ---- Kernel -------------------------------------------------------------------------------------
+
+template <Fwd100Config C>
+__forceinline__ void init_barriers(Fwd100Plan<C>& plan) {
+  plan.key_ring.init(1, 1);
+  plan.tile_ring.init(1, Fwd100Plan<C>::tile_consumers);
+  mbarrier_init(plan.edge_full, 1);
+  for (int32 t = 0; t < C.query_tiles; ++t) {
+    plan.q_ring[t].init(1, 1);
+    plan.output_ring[t].init(1, 4);
+    plan.row_ring[t].init(4, 4);
+    plan.out_ring[t].init(4, 1);
+    mbarrier_init(plan.first_done[t], 1);
+    mbarrier_init(plan.output_done[t], 1);
+  }
+  for (int32 slot = 0; slot < 2; ++slot) {
+    mbarrier_init(plan.scores_full[slot], 1);
+    mbarrier_init(plan.weights_full[slot][0], 4);
+    mbarrier_init(plan.weights_full[slot][1], 4);
+    mbarrier_init(plan.factor_full[slot], 4);
+    mbarrier_init(plan.output_ready[slot], 4);
+  }
+  fence_mbarrier_init();
+}
+
+template <Fwd100Config C>
+__device__ void fwd(const FwdParams& params) {
+  extern __shared__ __align__(1024) uint8 shared_memory[];
+  Fwd100Plan<C>& plan = *reinterpret_cast<Fwd100Plan<C>*>(shared_memory);
+  static_assert(sizeof(Fwd100Plan<C>) <= core::shared_bytes(C));
+  static_assert(core::shared_bytes(C) <= core::shared_limit_bytes);
+
+  const int32 warp = warp_index();
+  const int32 group = warp / 4;
+  const bool owner = warp == 4 * C.query_tiles + 7;  // of the tensor memory
+  if (owner) {
+    tcgen05_allocate<1>(&plan.tensor_memory, core::tensor_columns);
+    tcgen05_allocated_all<1>();
+  }
+  if (threadIdx.x == 0) {
+    init_barriers<C>(plan);
+    tma_prefetch_map(&params.q);
+    tma_prefetch_map(&params.k);
+    tma_prefetch_map(&params.v);
+  }
+  tcgen05_fence_before();
+  __syncthreads();
+  tcgen05_fence_after();
+  const TensorAddress tensor{plan.tensor_memory};
+  const TensorAddress lanes = tensor.lane(32 * (warp % 4));
+
+  if (group < C.query_tiles) {
+    registers_grow<core::softmax_registers(C)>();
+    Softmax100<C>{plan, params, lanes, group}.run();
+  } else if (group == C.query_tiles) {
+    registers_shrink<core::correction_registers(C)>();
+    Correct100<C>{plan, params, lanes}.run();
+  } else {
+    registers_shrink<core::other_registers(C)>();
+    if (warp % 4 == 0) {
+      if (elect_one()) Multiply100<C>{plan, tensor}.run();
+    } else if (warp % 4 == 1) {
+      Load100<C>{plan, params, elect_one()}.run();
+    } else if (warp % 4 == 2) {
+      if (elect_one()) store<C>(plan, params);
+    }
+    __syncwarp();
+  }
+  tcgen05_fence_before();
+  __syncthreads();
+  if (owner) {
+    tcgen05_fence_after();
+    tcgen05_free<1>(tensor, core::tensor_columns);
+  }
+}
+
+}  // namespace fovea::device

@@ -1,0 +1,83 @@
+// The forward kernel for Blackwell: problem -> configuration -> kernel text.
+#include <algorithm>
+
+#include "runtime/forward_config.h"
+#include "runtime/forward_gpu.h"
+#include "runtime/source.h"
+
+namespace fovea::runtime {
+
+namespace {
+
+using core::Fwd100Config;
+using core::int32;
+using core::Problem;
+
+// Of 16 exponentials, how many go by polynomial: the fewest that bring the exponential unit below
+// 7/8 of what binds without it, the tensor cores or that unit at work together with the FMA units
+// (docs/kernels/fwd_sm100.md). A B300 computes twice as many exponentials a cycle: none.
+int32 polynomial_share(const Fwd100Config& c, std::string_view arch) {
+  if (arch.starts_with("sm_103")) return 0;
+  const int32 tensor = 4 * (c.head_dim + c.head_dim_v);  // cycles a tile of 128 x 128
+  int32 share = 0;
+  while (share < 7 && 1024 * (16 - share) > 14 * tensor) ++share;
+  return share;
+}
+
+}  // namespace
+
+Fwd100Config choose_forward_sm100(const Problem& p, core::SoftmaxPolicy softmax,
+                                  std::string_view arch) {
+  Fwd100Config c;
+  fill_features(c, p, softmax);
+  // Two query tiles need the output of both in half of the tensor memory.
+  const bool one = c.head_dim_v > 128 || p.seqlen_q <= core::query_tile_rows;
+  c.query_tiles = one ? 1 : 2;
+  // Out has memory of its own where that leaves three stages.
+  c.stages = 3;
+  c.out_apart = core::shared_bytes(c) <= core::shared_limit_bytes;
+  if (!c.out_apart && c.head_dim < c.head_dim_v) c.out_apart = true;
+  const int32 room = core::shared_limit_bytes - core::shared_bytes_but_stages(c);
+  c.stages = std::min(room / core::stage_bytes(c), 6);
+  c.polynomial = polynomial_share(c, arch);
+  c.polynomial_degree = p.lse || c.dtype == core::DType::f16 ? 4 : 3;
+  return c;
+}
+
+std::string forward_expression(const Fwd100Config& c) {
+  ConfigText text("Fwd100Config");
+  text.type("dtype", c.dtype);
+  text.type("out_dtype", c.out_dtype);
+  text.number("head_dim", c.head_dim);
+  text.number("head_dim_v", c.head_dim_v);
+  text.number("query_tiles", c.query_tiles);
+  text.number("tile_k", c.tile_k);
+  text.number("stages", c.stages);
+  text.number("first_part", c.first_part);
+  text.number("polynomial", c.polynomial);
+  text.number("polynomial_degree", c.polynomial_degree);
+  text.softmax(c.softmax);
+  text.transform(c.transform);
+  text.flag("bound_right", c.bound_right);
+  text.flag("bound_left", c.bound_left);
+  text.flag("ragged", c.ragged);
+  text.flag("has_sink", c.has_sink);
+  text.flag("tma_out", c.tma_out);
+  text.flag("out_apart", c.out_apart);
+  text.flag("persistent", c.persistent);
+  text.flag("issue_order", c.issue_order);
+  return text.value();
+}
+
+std::string forward_text(const Fwd100Config& c) {
+  KernelSource source;
+  source.include = "device/fwd_sm100.cuh";
+  source.instructions = {tcgen05_mma_text({}), tcgen05_mma_text({.a_in_tensor_memory = true}),
+                         tcgen05_load_text(16), tcgen05_load_text(32), tcgen05_store_text(16)};
+  source.call = "fovea::device::fwd<" + forward_expression(c) + ">";
+  source.params = "fovea::core::FwdParams";
+  source.threads = core::threads_of(c);
+  return kernel_text(source);
+}
+
+}  // namespace fovea::runtime
