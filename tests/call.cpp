@@ -49,11 +49,6 @@ Placement placement(Layout layout) {
   return result;
 }
 
-HostTensor laid_out(DType dtype, Shape shape, Layout layout) {
-  const HostTensor tensor(dtype, shape, placement(layout));
-  return layout == Layout::reversed ? tensor.reversed(1).reversed(3) : tensor;
-}
-
 std::uint64_t seed_of(const std::string& name) {  // FNV-1a
   std::uint64_t hash = 0xcbf29ce484222325ull;
   for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3ull;
@@ -73,6 +68,11 @@ const char* text(Entry entry) {
 }
 
 }  // namespace
+
+HostTensor laid_out(DType dtype, Shape shape, Layout layout) {
+  const HostTensor tensor(dtype, shape, placement(layout));
+  return layout == Layout::reversed ? tensor.reversed(1).reversed(3) : tensor;
+}
 
 CaseSpec with_entry(CaseSpec spec, Entry entry, Index sq, Index sk) {
   const Index spare = entry == Entry::seqused ? 3 : 0;

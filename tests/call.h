@@ -124,11 +124,7 @@ class Call {
   void expect_matches_oracle() const;
   void expect_memory_respected() const;
 
-  CaseSpec spec;
-  HostTensor q, k, v, out, lse, bias, mask, sink, alibi;
-  Problem problem;  // refers to this object's memory
-
- private:
+  // Where a row of a sequence lies in q and out, or in k and v.
   struct Place {
     Index batch;
     Index row;
@@ -136,6 +132,11 @@ class Call {
   [[nodiscard]] Place row_q(Index b, Index i) const;
   [[nodiscard]] Place row_k(Index b, Index j) const;
 
+  CaseSpec spec;
+  HostTensor q, k, v, out, lse, bias, mask, sink, alibi;
+  Problem problem;  // refers to this object's memory
+
+ private:
   template <typename Function>
   void fill(HostTensor& tensor, const std::vector<Index>& lengths,
             Place (Call::*place)(Index, Index) const, const Function& function) {
@@ -168,6 +169,9 @@ class Call {
   Index scores_q_ = 0, scores_k_ = 0;  // extents of bias and mask
   std::vector<std::vector<std::byte>> inputs_before_;
 };
+
+// A tensor in the memory order of a layout.
+[[nodiscard]] HostTensor laid_out(DType dtype, Shape shape, Layout layout);
 
 // Builds the call, poisons what nobody sees, runs it twice and checks all of it.
 void check_case(const CaseSpec& spec);

@@ -13,6 +13,7 @@
 //         at the largest output: one rounding
 //   lse   1e-5 + two units of fp32 at the value itself: its products and sum are fp32 for every
 //   input
+//   gradients  as out, with three times the naive error
 #pragma once
 
 #include <gtest/gtest.h>
@@ -85,11 +86,19 @@ struct Floor {
   double absolute = absolute_floor;
   double relative = 0.0;  // at the element itself
   double whole = 0.0;     // of the dissimilarity
+  double naive = 2.0;     // how many errors of the naive run are accepted
 };
 
 inline Floor out_floor(DType inputs, DType out, const std::vector<double>& reference) {
   const double step = 0.5 * std::max(unit(inputs), unit(out));
   return {absolute_floor + step * largest_magnitude(reference), 0.0, 1e-10 + step * step};
+}
+
+// Gradients chain more products: three times the naive error.
+inline Floor gradient_floor(DType inputs, DType gradient, const std::vector<double>& reference) {
+  Floor floor = out_floor(inputs, gradient, reference);
+  floor.naive = 3.0;
+  return floor;
 }
 
 inline Floor lse_floor() { return {absolute_floor, 2 * unit(DType::f32), 1e-10}; }
@@ -109,8 +118,8 @@ inline ::testing::AssertionResult close_to(const std::vector<double>& x,
     if (!same_special(x[i], reference[i])) {
       excess = HUGE_VAL;
     } else if (std::isfinite(reference[i])) {
-      excess = std::abs(x[i] - reference[i]) -
-               (2 * naive_error + floor.absolute + floor.relative * std::abs(reference[i]));
+      excess = std::abs(x[i] - reference[i]) - (floor.naive * naive_error + floor.absolute +
+                                                floor.relative * std::abs(reference[i]));
     }
     if (excess > 0.0) ++wrong;
     if (excess > worst_excess) {
@@ -125,7 +134,7 @@ inline ::testing::AssertionResult close_to(const std::vector<double>& x,
            << " (largest error of the naive run: " << naive_error << ")";
   }
   const double whole = dissimilarity(x, reference);
-  const double allowed = 4 * dissimilarity(naive, reference) + floor.whole;
+  const double allowed = floor.naive * floor.naive * dissimilarity(naive, reference) + floor.whole;
   if (!(whole <= allowed)) {
     return ::testing::AssertionFailure()
            << "dissimilarity " << whole << " of the whole tensor exceeds " << allowed;

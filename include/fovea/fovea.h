@@ -4,9 +4,9 @@
  * names the argument, its value and what would be right, valid until the calling thread's next call
  * into the library.
  *
- * fovea_problem, fovea_options and fovea_statistics may grow: they begin with the size that they
- * have in the caller's header, set by their _init function. What a shorter one lacks has its
- * default; a longer one is accepted as long as the part this library does not know is zero.
+ * fovea_problem, fovea_gradients, fovea_options and fovea_statistics may grow: they begin with the
+ * size that they have in the caller's header, set by their _init function. What a shorter one lacks
+ * has its default; a longer one is accepted as long as the part this library does not know is zero.
  *
  *   fovea_problem p;
  *   fovea_problem_init(&p, sizeof p);
@@ -148,6 +148,36 @@ fovea_status fovea_plan_explain(const fovea_plan* plan, char* buffer, size_t cap
 /* Plan and run in one call. options and statistics may be null. */
 fovea_status fovea_attention(const fovea_problem* problem, const fovea_options* options,
                              fovea_statistics* statistics);
+
+/* The gradients of a problem; fields as in fovea::Gradients. */
+typedef struct fovea_gradients {
+  size_t size; /* set by fovea_gradients_init */
+
+  fovea_tensor dout, dlse;
+  fovea_tensor dq, dk, dv;
+  fovea_tensor dsink, dbias;
+} fovea_gradients;
+
+fovea_status fovea_gradients_init(fovea_gradients* gradients, size_t size);
+
+typedef struct fovea_backward_plan fovea_backward_plan;
+
+/* As the functions of fovea_plan. */
+fovea_status fovea_backward_plan_create(const fovea_problem* problem,
+                                        const fovea_gradients* gradients,
+                                        const fovea_options* options, fovea_backward_plan** plan);
+void fovea_backward_plan_destroy(fovea_backward_plan* plan);
+fovea_status fovea_backward_plan_workspace_bytes(const fovea_backward_plan* plan, size_t* bytes);
+fovea_status fovea_backward_plan_run(const fovea_backward_plan* plan, const fovea_problem* problem,
+                                     const fovea_gradients* gradients, void* workspace,
+                                     size_t workspace_bytes);
+fovea_status fovea_backward_plan_explain(const fovea_backward_plan* plan, char* buffer,
+                                         size_t capacity, size_t* length);
+
+/* Plan and run in one call. options may be null. */
+fovea_status fovea_attention_backward(const fovea_problem* problem,
+                                      const fovea_gradients* gradients,
+                                      const fovea_options* options);
 
 typedef struct fovea_part {
   fovea_tensor out;

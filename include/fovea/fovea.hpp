@@ -194,6 +194,55 @@ class Plan {
 void attention(const Problem& problem, const Options& options = {},
                Statistics* statistics = nullptr);
 
+// The gradients of one attention call: those of its inputs from that of its output. The problem is
+// the one of the forward pass, with out and lse as it left them, dropout seed and offset included;
+// both are inputs here, and lse is required.
+//
+//   dout    shape and dtype of out; a gradient that is the same everywhere may have strides of 0
+//   dlse    shape of lse, fp32: the gradient of the returned lse                       optional
+//   dq      shape of q; dtype of q or fp32
+//   dk, dv  shapes of k and v; dtype of q or fp32
+//   dsink   (1, 1, 1, Hq) fp32                          optional; needs a sink
+//   dbias   shape of bias, summed over the extents of 1 that broadcast; dtype of bias or fp32
+//                                                       optional; needs a bias
+//
+// Every element of every gradient is written: rows outside the sequences, and keys and queries that
+// meet nobody, get zero. A gradient shares no memory with another tensor, nor do two of its
+// elements.
+struct Gradients {
+  Tensor dout, dlse;
+  Tensor dq, dk, dv;
+  Tensor dsink, dbias;
+};
+
+// A validated problem with its gradients and the chosen configuration; as Plan.
+class BackwardPlan {
+ public:
+  [[nodiscard]] std::size_t workspace_bytes() const;
+
+  // As Plan::run(). Gradients are repeatable to the bit on one machine.
+  void run(const Problem& problem, const Gradients& gradients,
+           std::span<std::byte> workspace) const;
+
+  [[nodiscard]] std::string explain() const;
+  [[nodiscard]] Device device() const;
+
+  struct Choice;
+  explicit BackwardPlan(std::shared_ptr<const Choice> choice);
+
+ private:
+  std::shared_ptr<const Choice> choice_;
+};
+
+// As plan(). Options::softmax has no meaning here: the weights follow from lse. Throws Unsupported
+// for paged keys, whose pages may serve several sequences: gather them into dense or packed ones.
+[[nodiscard]] BackwardPlan plan_backward(const Problem& problem, const Gradients& gradients,
+                                         const Options& options = {});
+
+// plan_backward() and run() in one call, with a workspace of its own.
+void attention_backward(const Problem& problem, const Gradients& gradients,
+                        const Options& options = {});
+
 // Attention of one part of the keys: out (B, S, H, Dv) and lse (B, H, S, 1).
 struct Part {
   Tensor out;
@@ -224,6 +273,16 @@ struct Reference {
 };
 [[nodiscard]] Reference reference(const Problem& problem, Precision precision = Precision::fp64,
                                   int threads = 0);
+
+// The same for the gradients, which are not written, nor are out and lse read. Absent ones are
+// empty; dbias is the sum that its shape asks for.
+struct ReferenceGradients {
+  std::vector<double> dq, dk, dv, dsink, dbias;
+};
+[[nodiscard]] ReferenceGradients reference_backward(const Problem& problem,
+                                                    const Gradients& gradients,
+                                                    Precision precision = Precision::fp64,
+                                                    int threads = 0);
 
 // The instruction set that Device::cpu computes with on this machine, e.g. "AVX-512 with BF16".
 [[nodiscard]] std::string_view cpu_instruction_set();

@@ -102,6 +102,20 @@ struct Problem {
   constexpr bool is_paged() const { return page_size > 0; }
 };
 
+// The gradients of a problem, and what they are computed from beside it. out and lse of the problem,
+// results of the forward pass, are inputs here.
+struct Gradients {
+  View dout;   // as out
+  View dlse;   // fp32, as lse; may be absent
+  View dq;     // as q
+  View dk;     // as k
+  View dv;     // as v
+  View dsink;  // fp32, one per query head at stride[0]; may be absent
+  View dbias;  // as bias, summed over what broadcasts; may be absent
+  int64 dbias_extent[4] = {0, 0, 0, 0};
+  int64 rows_k = 0;  // rows of k and v in each entry of their first dimension, slack included
+};
+
 // Where one sequence of the batch lies: rows of q and of (unpaged) k and v, and their valid
 // lengths.
 struct Sequence {

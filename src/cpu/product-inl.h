@@ -131,6 +131,36 @@ HWY_INLINE void load_row(const core::View& view, int64 offset, int64 element_str
     row[i] = core::load_element(view.data, view.dtype, offset + i * element_stride);
 }
 
+// Writes count fp32 numbers at offset of a view, along its last dimension; row is vector aligned.
+HWY_INLINE void store_row(const float* HWY_RESTRICT row, int64 count, const core::View& view,
+                          int64 offset) {
+  const int64 stride = view.stride[3];
+  if (view.dtype == core::DType::f32 && stride == 1) {
+    std::memcpy(static_cast<float*>(view.data) + offset, row,
+                static_cast<std::size_t>(count) * sizeof(float));
+    return;
+  }
+  int64 i = 0;
+  if (view.dtype == core::DType::bf16 && stride == 1) {
+    // Adding half of the last kept unit, less one where that unit is even, rounds to nearest even.
+    const FloatTag d;
+    const hn::RebindToUnsigned<FloatTag> d32;
+    const hn::Rebind<uint16, FloatTag> d16;
+    auto* to = static_cast<uint16*>(view.data) + offset;
+    for (; i + lanes <= count; i += lanes) {
+      const FloatVec x = hn::Load(d, row + i);
+      if (!hn::AllTrue(d, hn::Eq(x, x))) break;  // NaN: one by one
+      const auto bits = hn::BitCast(d32, x);
+      const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(d32, 1));
+      const auto rounded = hn::Add(hn::Add(bits, hn::Set(d32, 0x7fff)), odd);
+      hn::StoreU(hn::TruncateTo(d16, hn::ShiftRight<16>(rounded)), d16, to + i);
+    }
+  }
+  for (; i < count; ++i) {
+    core::store_element(view.data, view.dtype, offset + i * stride, row[i]);
+  }
+}
+
 // Four rows of 32-bit elements become four columns: destination[i * pitch + 0..3] = rows[0..3][i].
 HWY_INLINE void transpose_four_rows(const uint32* HWY_RESTRICT r0, const uint32* HWY_RESTRICT r1,
                                     const uint32* HWY_RESTRICT r2, const uint32* HWY_RESTRICT r3,

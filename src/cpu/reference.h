@@ -23,4 +23,19 @@ ReferenceResult reference_forward(const core::Problem& problem, int threads = 0)
 // dtype, products accumulated in fp32. Its error against reference_forward() sets the tolerance.
 ReferenceResult naive_forward(const core::Problem& problem, int threads = 0);
 
+// Gradients of every input, as dense arrays in row-major order of the tensors' shapes (rows outside
+// the sequences are zero); dsink and dbias are empty unless asked for. Scores are computed anew:
+// out and lse of the problem are not read.
+struct ReferenceGradients {
+  std::vector<double> dq, dk, dv, dsink, dbias;
+};
+
+ReferenceGradients reference_backward(const core::Problem& problem,
+                                      const core::Gradients& gradients, int threads = 0);
+
+// What a framework without a fused kernel computes: every product's result is rounded to the
+// inputs' dtype, every sum is taken in fp32.
+ReferenceGradients naive_backward(const core::Problem& problem, const core::Gradients& gradients,
+                                  int threads = 0);
+
 }  // namespace fovea::cpu

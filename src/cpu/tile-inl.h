@@ -122,7 +122,8 @@ class TileRows {
       } else {
         fill_row(m.out, 0, m.out_columns, 0.0f);
       }
-      store_row(m.out, p_.out.offset(sequence_.batch_q, sequence_.row_q + at.query, at.head));
+      store_row(m.out, p_.head_dim_v, p_.out,
+                p_.out.offset(sequence_.batch_q, sequence_.row_q + at.query, at.head));
       if (p_.lse) {
         static_cast<float*>(
             p_.lse.data)[p_.lse.offset(sequence_.batch_q, at.head, sequence_.row_q + at.query)] =
@@ -204,35 +205,6 @@ class TileRows {
     if (modifies_) modify_scores(score_row(row), first_key, visible_begin, visible_end, scores);
     fill_row(scores, begin, visible_begin, -core::infinity);
     fill_row(scores, visible_end, end, -core::infinity);
-  }
-
-  void store_row(const float* row, int64 offset) const {
-    const int64 stride = p_.out.stride[3];
-    if (p_.out.dtype == core::DType::f32 && stride == 1) {
-      std::memcpy(static_cast<float*>(p_.out.data) + offset, row,
-                  static_cast<std::size_t>(p_.head_dim_v) * sizeof(float));
-      return;
-    }
-    int64 i = 0;
-    if (p_.out.dtype == core::DType::bf16 && stride == 1) {
-      // Adding half of the last kept unit, less one where that unit is even, rounds to nearest
-      // even.
-      const FloatTag d;
-      const hn::RebindToUnsigned<FloatTag> d32;
-      const hn::Rebind<uint16, FloatTag> d16;
-      auto* to = static_cast<uint16*>(p_.out.data) + offset;
-      for (; i + lanes <= p_.head_dim_v; i += lanes) {
-        const FloatVec x = hn::Load(d, row + i);
-        if (!hn::AllTrue(d, hn::Eq(x, x))) break;  // NaN: one by one
-        const auto bits = hn::BitCast(d32, x);
-        const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(d32, 1));
-        const auto rounded = hn::Add(hn::Add(bits, hn::Set(d32, 0x7fff)), odd);
-        hn::StoreU(hn::TruncateTo(d16, hn::ShiftRight<16>(rounded)), d16, to + i);
-      }
-    }
-    for (; i < p_.head_dim_v; ++i) {
-      core::store_element(p_.out.data, p_.out.dtype, offset + i * stride, row[i]);
-    }
   }
 };
 

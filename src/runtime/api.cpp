@@ -17,6 +17,10 @@ struct fovea_plan {
   fovea::Plan plan;
 };
 
+struct fovea_backward_plan {
+  fovea::BackwardPlan plan;
+};
+
 namespace {
 
 using fovea::require;
@@ -110,6 +114,13 @@ fovea_problem default_problem() {
   return problem;
 }
 
+fovea_gradients default_gradients() {
+  fovea_gradients gradients;
+  std::memset(&gradients, 0, sizeof gradients);
+  gradients.size = sizeof gradients;
+  return gradients;
+}
+
 fovea_options default_options() {
   fovea_options options;
   std::memset(&options, 0, sizeof options);
@@ -191,6 +202,15 @@ fovea::Problem to_problem(const fovea_problem* given) {
   return problem;
 }
 
+fovea::Gradients to_gradients(const fovea_gradients* given) {
+  const fovea_gradients from =
+      import_structure("gradients", given, default_gradients(), offsetof(fovea_gradients, dsink));
+  return {to_tensor("dout", from.dout),  to_tensor("dlse", from.dlse),
+          to_tensor("dq", from.dq),      to_tensor("dk", from.dk),
+          to_tensor("dv", from.dv),      to_tensor("dsink", from.dsink),
+          to_tensor("dbias", from.dbias)};
+}
+
 fovea::Options to_options(const fovea_options* given) {
   if (given == nullptr) return {};
   const fovea_options from =
@@ -213,6 +233,22 @@ void write_statistics(fovea_statistics* target, std::size_t size, const fovea::S
   export_structure("statistics", target, size,
                    fovea_statistics{size, from.tiles_full, from.tiles_partial, from.rescales,
                                     from.repairs, from.recomputed_tiles, from.splits});
+}
+
+// Cut to capacity and terminated.
+void write_text(const std::string& text, char* buffer, std::size_t capacity, std::size_t* length) {
+  require(buffer != nullptr || capacity == 0, "buffer is null but capacity is ", capacity,
+          "; pass capacity 0 to ask for the length alone");
+  if (length != nullptr) *length = text.size();
+  if (capacity == 0) return;
+  const std::size_t copied = std::min(capacity - 1, text.size());
+  std::memcpy(buffer, text.data(), copied);
+  buffer[copied] = '\0';
+}
+
+void require_workspace(const void* workspace, std::size_t bytes, const char* sizing_function) {
+  require(workspace != nullptr || bytes == 0, "workspace is null but workspace_bytes is ", bytes,
+          "; pass as many bytes as ", sizing_function, " says");
 }
 
 // The helpers that make tensors report no error; validation finds an absurd dtype or shape.
@@ -253,6 +289,10 @@ fovea_status fovea_problem_init(fovea_problem* problem, size_t size) {
   return guarded([&] { export_structure("problem", problem, size, default_problem()); });
 }
 
+fovea_status fovea_gradients_init(fovea_gradients* gradients, size_t size) {
+  return guarded([&] { export_structure("gradients", gradients, size, default_gradients()); });
+}
+
 fovea_status fovea_options_init(fovea_options* options, size_t size) {
   return guarded([&] { export_structure("options", options, size, default_options()); });
 }
@@ -284,9 +324,7 @@ fovea_status fovea_plan_run(const fovea_plan* plan, const fovea_problem* problem
                             size_t workspace_bytes, fovea_statistics* statistics) {
   return guarded([&] {
     require_pointer("plan", plan);
-    require(workspace != nullptr || workspace_bytes == 0,
-            "workspace is null but workspace_bytes is ", workspace_bytes,
-            "; pass as many bytes as fovea_plan_workspace_bytes says");
+    require_workspace(workspace, workspace_bytes, "fovea_plan_workspace_bytes");
     const std::size_t size = statistics_size(statistics);
     fovea::Statistics counts;
     plan->plan.run(to_problem(problem), {static_cast<std::byte*>(workspace), workspace_bytes},
@@ -299,14 +337,7 @@ fovea_status fovea_plan_explain(const fovea_plan* plan, char* buffer, size_t cap
                                 size_t* length) {
   return guarded([&] {
     require_pointer("plan", plan);
-    require(buffer != nullptr || capacity == 0, "buffer is null but capacity is ", capacity,
-            "; pass capacity 0 to ask for the length alone");
-    const std::string explanation = plan->plan.explain();
-    if (length != nullptr) *length = explanation.size();
-    if (capacity == 0) return;
-    const std::size_t copied = std::min(capacity - 1, explanation.size());
-    std::memcpy(buffer, explanation.data(), copied);
-    buffer[copied] = '\0';
+    write_text(plan->plan.explain(), buffer, capacity, length);
   });
 }
 
@@ -317,6 +348,54 @@ fovea_status fovea_attention(const fovea_problem* problem, const fovea_options* 
     fovea::Statistics counts;
     fovea::attention(to_problem(problem), to_options(options), &counts);
     write_statistics(statistics, size, counts);
+  });
+}
+
+fovea_status fovea_backward_plan_create(const fovea_problem* problem,
+                                        const fovea_gradients* gradients,
+                                        const fovea_options* options, fovea_backward_plan** plan) {
+  return guarded([&] {
+    require_pointer("plan", plan);
+    *plan = nullptr;
+    *plan = new fovea_backward_plan{
+        fovea::plan_backward(to_problem(problem), to_gradients(gradients), to_options(options))};
+  });
+}
+
+void fovea_backward_plan_destroy(fovea_backward_plan* plan) { delete plan; }
+
+fovea_status fovea_backward_plan_workspace_bytes(const fovea_backward_plan* plan, size_t* bytes) {
+  return guarded([&] {
+    require_pointer("plan", plan);
+    require_pointer("bytes", bytes);
+    *bytes = plan->plan.workspace_bytes();
+  });
+}
+
+fovea_status fovea_backward_plan_run(const fovea_backward_plan* plan, const fovea_problem* problem,
+                                     const fovea_gradients* gradients, void* workspace,
+                                     size_t workspace_bytes) {
+  return guarded([&] {
+    require_pointer("plan", plan);
+    require_workspace(workspace, workspace_bytes, "fovea_backward_plan_workspace_bytes");
+    plan->plan.run(to_problem(problem), to_gradients(gradients),
+                   {static_cast<std::byte*>(workspace), workspace_bytes});
+  });
+}
+
+fovea_status fovea_backward_plan_explain(const fovea_backward_plan* plan, char* buffer,
+                                         size_t capacity, size_t* length) {
+  return guarded([&] {
+    require_pointer("plan", plan);
+    write_text(plan->plan.explain(), buffer, capacity, length);
+  });
+}
+
+fovea_status fovea_attention_backward(const fovea_problem* problem,
+                                      const fovea_gradients* gradients,
+                                      const fovea_options* options) {
+  return guarded([&] {
+    fovea::attention_backward(to_problem(problem), to_gradients(gradients), to_options(options));
   });
 }
 

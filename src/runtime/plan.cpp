@@ -107,6 +107,8 @@ std::string joined(const std::vector<std::string>& reasons) {
   return result;
 }
 
+}  // namespace
+
 void check_options(const Options& options) {
   require(options.device <= Device::emulated_sm100a, "options.device is ",
           static_cast<int>(options.device), ", which is no fovea::Device");
@@ -115,6 +117,8 @@ void check_options(const Options& options) {
   require(options.threads >= 0 && options.threads <= max_threads, "options.threads is ",
           options.threads, "; it must lie in 0..", max_threads, ", where 0 is the OpenMP default");
 }
+
+namespace {
 
 // No device that was asked for computes the problem: say why, and which one does.
 [[noreturn]] void refuse(Device asked, const std::vector<Refusal>& refusals,
@@ -180,7 +184,8 @@ constexpr Trait fixed_traits[] = {
     {"deterministic", [](const core::Problem& p) { return double(p.deterministic); }},
 };
 
-// Throws Error unless the problem is the planned one up to pointers, strides and lengths.
+}  // namespace
+
 void check_matches(const Plan::Choice& planned, const Problem& problem,
                    const core::Problem& validated) {
   for (std::size_t i = 0; i < arguments.size(); ++i) {
@@ -208,6 +213,8 @@ void check_matches(const Plan::Choice& planned, const Problem& problem,
           validated.seqlen_k, " keys but the plan was made for at most ", planned.problem.seqlen_k,
           "; plan with max_seqlen_k at the largest length to come");
 }
+
+namespace {
 
 void check_workspace(const Problem& problem, std::span<std::byte> workspace, std::size_t needed) {
   require(workspace.size() >= needed && (workspace.data() != nullptr || needed == 0),

@@ -50,4 +50,10 @@ struct Plan::Choice {
   std::vector<Refusal> refusals;
 };
 
+// Both throw Error: for options out of range; unless the problem is the planned one up to pointers,
+// strides and lengths.
+void check_options(const Options& options);
+void check_matches(const Plan::Choice& planned, const Problem& problem,
+                   const core::Problem& validated);
+
 }  // namespace fovea

@@ -1,0 +1,31 @@
+// From the caller's Gradients to the validated ones that backends compute.
+#pragma once
+
+#include <array>
+#include <string_view>
+
+#include "core/types.h"
+#include "fovea/fovea.hpp"
+
+namespace fovea {
+
+// The tensors of Gradients, for whatever is done to each of them alike.
+struct GradientArgument {
+  std::string_view name;
+  Tensor Gradients::*tensor;
+  bool is_output = false;
+};
+inline constexpr std::array<GradientArgument, 7> gradient_arguments{
+    {{"dout", &Gradients::dout},
+     {"dlse", &Gradients::dlse},
+     {"dq", &Gradients::dq, true},
+     {"dk", &Gradients::dk, true},
+     {"dv", &Gradients::dv, true},
+     {"dsink", &Gradients::dsink, true},
+     {"dbias", &Gradients::dbias, true}}};
+
+// Throws Error at the first fault of the gradients, beside a problem that validate() accepted.
+// Reads no tensor data; allocates nothing unless it throws.
+[[nodiscard]] core::Gradients validate(const Problem& problem, const Gradients& gradients);
+
+}  // namespace fovea
