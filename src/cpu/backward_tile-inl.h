@@ -233,12 +233,12 @@ class BackwardBlocks : BackwardRows {
     count_ = core::min64(config_.block_k, sequence_.length_k - first_key_);
     const KeyRows keys{p_, p_.k, sequence_, item_.batch, item_.head_kv};
     const KeyRows values{p_, p_.v, sequence_, item_.batch, item_.head_kv};
-    Float32Products::pack_keys(keys, first_key_, count_, p_.head_dim, scratch_.staging,
+    const KeyPart whole{first_key_, count_, 0, count_};
+    Float32Products::pack_keys(keys, whole, p_.head_dim, scratch_.staging,
                                scratch_.transposed_keys);
-    Float32Products::pack_keys(values, first_key_, count_, p_.head_dim_v, scratch_.staging,
+    Float32Products::pack_keys(values, whole, p_.head_dim_v, scratch_.staging,
                                scratch_.transposed_values);
-    Float32Products::pack_values(keys, first_key_, count_, p_.head_dim, scratch_.staging,
-                                 scratch_.keys);
+    Float32Products::pack_values(keys, whole, p_.head_dim, scratch_.staging, scratch_.keys);
     nonfinite_keys_ = has_nonfinite(scratch_.keys, count_ * columns());
     const auto clear = [this](float* rows, int64 stride) {
       std::memset(rows, 0, static_cast<std::size_t>(count_ * stride) * sizeof(float));
