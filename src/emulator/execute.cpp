@@ -90,7 +90,7 @@ std::string arithmetic_stem(const Builder& b, Type type) {
     }
     if (b.count() == 4 && (b.text.mnemonic == "min" || b.text.mnemonic == "max")) stem += "3";
   }
-  if (type == Type::int32 && b.has("relu")) stem += "_relu";
+  if ((type == Type::int32 || type == Type::int16x2) && b.has("relu")) stem += "_relu";
   return stem;
 }
 
@@ -155,18 +155,19 @@ Step run_setp(Warp& warp, const Inst& inst) {
 }
 
 // Packed halves compare element by element: the first predicate is of the low half.
-Step run_setp_pair(Warp& warp, const Inst& inst) {
-  const OperandRef* o = warp.operands(inst);
+// The comparison of both halves of packed operands, o[0] and o[1]: which lanes hold, by half.
+std::array<u32, 2> pair_result(Warp& warp, const Inst& inst, const OperandRef* o) {
   alignas(64) u32 a[2][32], b[2][32];
-  const u32* x = static_cast<const u32*>(warp.source(o[2]));
-  const u32* y = static_cast<const u32*>(warp.source(o[3]));
+  const u32* x = static_cast<const u32*>(warp.source(o[0]));
+  const u32* y = static_cast<const u32*>(warp.source(o[1]));
   for (int lane = 0; lane < 32; ++lane) {
     a[0][lane] = x[lane] & 0xffffu;
     a[1][lane] = x[lane] >> 16;
     b[0][lane] = y[lane] & 0xffffu;
     b[1][lane] = y[lane] >> 16;
   }
-  for (int half = 0; half < 2; ++half) {
+  std::array<u32, 2> result{};
+  for (std::size_t half = 0; half < 2; ++half) {
     LaneArguments args{};
     args.s[0] = a[half];
     args.s[1] = b[half];
@@ -176,9 +177,28 @@ Step run_setp_pair(Warp& warp, const Inst& inst) {
       hits |= inst.lane(args);
     }
     if ((inst.flags & 2u) != 0) hits = ~hits;
-    if (inst.mode != 0) hits = combine(inst.mode, hits, warp.mask_of(o[4]));
-    write_predicate(warp, o[half], hits);
+    if (inst.mode != 0) hits = combine(inst.mode, hits, warp.mask_of(o[2]));
+    result[half] = hits;
   }
+  return result;
+}
+
+Step run_setp_pair(Warp& warp, const Inst& inst) {
+  const OperandRef* o = warp.operands(inst);
+  const std::array<u32, 2> hits = pair_result(warp, inst, o + 2);
+  write_predicate(warp, o[0], hits[0]);
+  write_predicate(warp, o[1], hits[1]);
+  return Step::next;
+}
+
+Step run_set_pair(Warp& warp, const Inst& inst) {
+  const OperandRef* o = warp.operands(inst);
+  const std::array<u32, 2> hits = pair_result(warp, inst, o + 1);
+  for_lanes(warp.active, [&](int lane) {
+    const u32 low = (hits[0] >> lane & 1u) != 0 ? static_cast<u32>(inst.immediate) : 0u;
+    const u32 high = (hits[1] >> lane & 1u) != 0 ? static_cast<u32>(inst.immediate) : 0u;
+    warp.set(o[0], lane, low | high << 16);
+  });
   return Step::next;
 }
 
@@ -555,15 +575,15 @@ void build_setp(Builder& b) {
 void build_set(Builder& b) {
   const Type result = b.type(0), type = b.type(b.types.size() - 1);
   const Comparison how = comparison(b, type);
-  if (type == Type::f16x2 || type == Type::bf16x2) b.fail("set of packed halves is not supported.");
+  const bool packed = type == Type::f16x2 || type == Type::bf16x2;
+  if (packed && result != type) b.fail("set of packed halves gives packed halves only.");
   b.output(b.operand(0), result);
   bind_comparison(b, type, how);
   inputs(b, type, how.swap, 1);
-  b.inst.immediate = result == Type::f32    ? 0x3f800000u
-                     : result == Type::f16  ? 0x3c00u
-                     : result == Type::bf16 ? 0x3f80u
-                                            : ~0u;
-  b.inst.run = run_set;
+  const bool half = result == Type::f16 || result == Type::f16x2;
+  const bool brain = result == Type::bf16 || result == Type::bf16x2;
+  b.inst.immediate = result == Type::f32 ? 0x3f800000u : half ? 0x3c00u : brain ? 0x3f80u : ~0u;
+  b.inst.run = packed ? run_set_pair : run_set;
 }
 
 void build_selp(Builder& b) {
@@ -585,7 +605,8 @@ void build_slct(Builder& b) {
   b.input(b.operand(1), type);
   b.input(b.operand(2), type);
   b.input(b.operand(3), by);
-  b.lane((by == Type::f32 ? "slct_f32_" : "slct_") + bits_name(type));
+  const char* const stem = by != Type::f32 ? "slct_" : b.has("ftz") ? "slct_ftz_f32_" : "slct_f32_";
+  b.lane(stem + bits_name(type));
   mark_lane(b, Unit::alu);
 }
 

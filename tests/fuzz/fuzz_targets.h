@@ -36,6 +36,8 @@ void fuzz_npy(std::span<const std::byte> bytes);
 void fuzz_safetensors(std::span<const std::byte> bytes);
 // The command line's arguments, separated by line breaks.
 void fuzz_options(std::span<const std::byte> bytes);
+// PTX: parsed, and every kernel of what parses is launched with a step limit.
+void fuzz_ptx(std::span<const std::byte> bytes);
 
 }  // namespace fovea::test
 

@@ -77,6 +77,7 @@ constexpr int option_inputs = 20000;
 
 TEST(Fuzz, Npy) { drive(npy_seeds(), fuzz_npy, 20000); }
 TEST(Fuzz, Safetensors) { drive(safetensors_seeds(), fuzz_safetensors, 20000); }
+TEST(Fuzz, Ptx) { drive(ptx_seeds(), fuzz_ptx, 2000); }
 TEST(Fuzz, Options) { drive(options_seeds(), fuzz_options, option_inputs); }
 
 }  // namespace

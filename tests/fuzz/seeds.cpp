@@ -1,6 +1,10 @@
 #include "tests/fuzz/seeds.h"
 
+#include <algorithm>
 #include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 
 #include "tests/tools/tools_support.h"
 
@@ -126,6 +130,81 @@ Seeds options_seeds() {
       "--json", "--threads", "--input", "--help", "-h",  "nan",       "inf",
       "-1",     "1e39",      "0x10",    "check",  "run", "bench",     "18446744073709551615",
       "[",      "]",         "\"",      "'",      "%%",  "--help-all"};
+  return seeds;
+}
+
+// The emulator's test programs, and pieces of its language.
+Seeds ptx_seeds() {
+  Seeds seeds;
+  const std::filesystem::path folder = std::filesystem::path(FOVEA_TEST_DATA) / "../ptx/programs";
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    std::ifstream file(entry.path());
+    seeds.inputs.emplace_back(std::istreambuf_iterator<char>(file),
+                              std::istreambuf_iterator<char>());
+  }
+  std::sort(seeds.inputs.begin(), seeds.inputs.end());
+  seeds.words = {";",
+                 ",",
+                 "{",
+                 "}",
+                 "[",
+                 "]",
+                 "(",
+                 ")",
+                 "<",
+                 ">",
+                 "|",
+                 "_",
+                 "@%p1 ",
+                 "@!%p1 ",
+                 "%r1",
+                 "%d1",
+                 "%p1",
+                 "%tid.x",
+                 "%clock",
+                 "-1",
+                 "0x",
+                 "4294967296",
+                 "0f7fc00000",
+                 "0d",
+                 "L:",
+                 "bra L;",
+                 ".reg ",
+                 ".b32",
+                 ".f32",
+                 ".f16x2",
+                 ".bf16x2",
+                 ".e4m3x2",
+                 ".pred",
+                 ".b64",
+                 ".v4",
+                 ".param ",
+                 ".shared ",
+                 ".global ",
+                 ".align 16",
+                 ".entry f()",
+                 ".func (",
+                 ".loc 1 1 1",
+                 ".relaxed",
+                 ".acquire",
+                 ".release",
+                 ".cluster",
+                 ".cta",
+                 ".sync",
+                 ".aligned",
+                 "ld",
+                 "st",
+                 "atom",
+                 "mbarrier",
+                 "wgmma",
+                 "tcgen05",
+                 "cp.async",
+                 ".tensor.2d",
+                 ".shared::cluster",
+                 ".L2::cache_hint",
+                 ".multicast::cluster",
+                 "ret;",
+                 "exit;"};
   return seeds;
 }
 

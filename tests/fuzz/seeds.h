@@ -15,5 +15,6 @@ struct Seeds {
 [[nodiscard]] Seeds npy_seeds();
 [[nodiscard]] Seeds safetensors_seeds();
 [[nodiscard]] Seeds options_seeds();
+[[nodiscard]] Seeds ptx_seeds();
 
 }  // namespace fovea::test
