@@ -7,9 +7,11 @@
 //
 // Maps have 2, 4 or 5 dimensions; a dimension of extent 1 makes a third into a fourth. Coordinates
 // are signed 32-bit; elements outside the tensor are read as the map's fill value, still count as
-// bytes on the barrier, and are not written. Shared addresses are 128-byte aligned (for the
-// 128-byte swizzle: tiles start at multiples of 1024 bytes, where the swizzle pattern does). One
-// elected thread issues; `map` is the parameter itself, never a copy of it.
+// bytes on the barrier, and are not written. The first coordinate times the element's size is a
+// multiple of 16, outside the tensor too: at any other an H200 raises "illegal instruction". Shared
+// addresses are 128-byte aligned (for the 128-byte swizzle: tiles start at multiples of 1024 bytes,
+// where the swizzle pattern does), and rows of a box narrower than its swizzle still take the whole
+// span. One elected thread issues; `map` is the parameter itself, never a copy of it.
 #pragma once
 
 #include "core/config.h"

@@ -62,6 +62,9 @@ u32 swizzle_span(Swizzle swizzle) {
   }
 }
 
+// Of all dimensions together: what an H200's driver takes.
+constexpr u64 kMaxBoxBytes = 228 * 1024;
+
 [[noreturn]] void refuse(const std::string& sentence) { throw Error(0, "tensor map: " + sentence); }
 
 void validate_dimensions(const TensorMapSpec& spec) {
@@ -99,6 +102,15 @@ TensorMap encode_tensor_map(const TensorMapSpec& spec) {
   const u32 inner = spec.box[0] * element_bytes(spec.type);
   if (inner % 16 != 0) {
     refuse("box[0] is " + std::to_string(inner) + " bytes; it must be a multiple of 16.");
+  }
+  u64 box_bytes = inner;
+  for (std::size_t i = 1; i < static_cast<std::size_t>(spec.rank); ++i) box_bytes *= spec.box[i];
+  if (box_bytes > kMaxBoxBytes) {
+    refuse("box is " + std::to_string(box_bytes) + " bytes; it must be at most " +
+           std::to_string(kMaxBoxBytes) + ".");
+  }
+  if (spec.nan_fill && spec.type < TensorType::float16) {
+    refuse("nan_fill needs a floating-point type.");
   }
   const u32 span = swizzle_span(spec.swizzle);
   if (span != 0 && inner > span) {
@@ -183,6 +195,11 @@ class TensorOp : public AsyncOp {
     return n;
   }
   u32 row_bytes() const { return map.box[0] * element_bytes(map.type); }
+  // From row to row in shared memory: a swizzled row takes its whole span, even a narrower one.
+  u32 pitch() const {
+    const u32 span = swizzle_span(map.swizzle);
+    return span != 0 ? span : row_bytes();
+  }
   u32 box_bytes() const { return rows() * row_bytes(); }
 
   bool execute(Cluster& cluster) override {
@@ -205,12 +222,9 @@ class TensorOp : public AsyncOp {
     return true;
   }
 
+  // The bytes that an H200 writes, whatever the element's width.
   void fill_nan() {
-    const u32 step = element_bytes(map.type);
-    const u32 pattern = step == 2 ? 0x7fffu : 0x7fffffffu;  // a NaN of every float format
-    for (std::size_t i = 0; i + step <= buffer.size(); i += step) {
-      std::memcpy(buffer.data() + i, &pattern, std::min(step, 4u));
-    }
+    for (std::size_t i = 0; i < buffer.size(); ++i) buffer[i] = i % 2 == 0 ? 0xf7 : 0x7f;
   }
 
   // Global coordinates of a box row; false when it lies outside the tensor.
@@ -279,28 +293,36 @@ class TensorOp : public AsyncOp {
     }
   }
 
-  // Copies between the buffer and shared memory in chunks of 16 bytes, swizzled by address.
-  void move_shared(u8* memory, u32 address, bool to_shared) {
+  // Calls visit(shared offset, buffer offset) for every 16 bytes, swizzled by address.
+  template <class Visit>
+  void for_chunks(u32 address, const Visit& visit) const {
     const u32 mask = swizzle_mask(static_cast<u32>(map.swizzle));
-    const u32 total = box_bytes();
-    for (u32 offset = 0; offset < total; offset += 16) {
-      u8* chunk = memory + swizzled(address + offset, mask);
-      if (to_shared) {
-        std::memcpy(chunk, buffer.data() + offset, 16);
-      } else {
-        std::memcpy(buffer.data() + offset, chunk, 16);
+    const u32 bytes = row_bytes();
+    for (u32 row = 0; row < rows(); ++row) {
+      for (u32 i = 0; i < bytes; i += 16) {
+        visit(swizzled(address + row * pitch() + i, mask), row * bytes + i);
       }
     }
   }
 
+  void check_box(const Place& place, Access access) const {
+    if (pitch() == row_bytes()) {
+      check_shared(view(), *place.cta, place.offset, box_bytes(), access);
+      return;
+    }
+    for_chunks(place.offset,
+               [&](u32 chunk, u32) { check_shared(view(), *place.cta, chunk, 16, access); });
+  }
+
   bool read_shared(Cluster& cluster) {
     buffer.resize(box_bytes());
-    const Place place = resolve_shared(*this, shared, box_bytes(), "a tensor store's read");
+    const Place place = resolve_shared(*this, shared, rows() * pitch(), "a tensor store's read");
     if (place.data == nullptr) return false;
-    if (cluster.launch->checks) {
-      check_shared(view(), *place.cta, place.offset, box_bytes(), Access::read);
-    }
-    move_shared(place.cta->shared.data(), place.offset, false);
+    if (cluster.launch->checks) check_box(place, Access::read);
+    const u8* memory = place.cta->shared.data();
+    for_chunks(place.offset, [&](u32 chunk, u32 index) {
+      std::memcpy(buffer.data() + index, memory + chunk, 16);
+    });
     return true;
   }
 
@@ -321,33 +343,60 @@ class TensorOp : public AsyncOp {
   }
 
   void write_shared(Cluster& cluster, u32 address, u32 signal) {
-    const Place place = resolve_shared(*this, address, box_bytes(), "a tensor load's write");
+    const Place place = resolve_shared(*this, address, rows() * pitch(), "a tensor load's write");
     if (place.data == nullptr) return;
-    if (cluster.launch->checks) {
-      check_shared(view(), *place.cta, place.offset, box_bytes(), Access::write);
-    }
-    move_shared(place.cta->shared.data(), place.offset, true);
+    if (cluster.launch->checks) check_box(place, Access::write);
+    u8* memory = place.cta->shared.data();
+    for_chunks(place.offset, [&](u32 chunk, u32 index) {
+      std::memcpy(memory + chunk, buffer.data() + index, 16);
+    });
     if (place.cta != cta) warp->counters.dsmem_bytes += box_bytes();
     barrier_receive(*this, signal, box_bytes());
   }
 };
 
+bool stop(Warp& warp, const Inst& inst, int lane, FaultKind kind, const std::string& sentence) {
+  warp.fault(kind, inst, lane, sentence);
+  warp.launch->stopped = true;
+  return false;
+}
+
 bool read_map(Warp& warp, const Inst& inst, u64 address, int lane, TensorMapSpec& map) {
   if (address % 64 != 0) {
-    warp.fault(FaultKind::misaligned, inst, lane,
-               "a tensor map at " + hex(address) + " is not aligned to 64 bytes.");
-    warp.launch->stopped = true;
-    return false;
+    return stop(warp, inst, lane, FaultKind::misaligned,
+                "a tensor map at " + hex(address) + " is not aligned to 64 bytes.");
   }
-  const Place place = resolve(warp, inst, Space::none, address, 128, lane, false);
-  if (place.data == nullptr) return false;
-  if (!decode_tensor_map(
-          std::span<const std::byte, 128>(reinterpret_cast<const std::byte*>(place.data), 128),
-          map)) {
+  std::array<std::byte, 128> bytes;
+  for (u32 half = 0; half < 2; ++half) {  // each aligned to its size, which the whole need not be
+    const Place place = resolve(warp, inst, Space::none, address + 64 * half, 64, lane, false);
+    if (place.data == nullptr) return false;
+    std::memcpy(bytes.data() + 64 * half, place.data, 64);
+  }
+  if (!decode_tensor_map(bytes, map)) {
+    return stop(warp, inst, lane, FaultKind::bad_argument,
+                "the 128 bytes at " + hex(address) + " are not a tensor map.");
+  }
+  return true;
+}
+
+// What an H200 stops at: with "misaligned address" at the shared address, with "illegal
+// instruction" at the first byte, which holds outside the tensor too.
+bool check_operands(Warp& warp, const Inst& inst, int lane, const TensorOp& op) {
+  if (op.shared % 128 != 0) {
+    return stop(
+        warp, inst, lane, FaultKind::misaligned,
+        "the shared address " + hex(op.shared) + " of a tensor copy is not a multiple of 128.");
+  }
+  const i64 first_byte = i64{op.at[0]} * element_bytes(op.map.type);
+  if (first_byte % 16 != 0) {
+    return stop(warp, inst, lane, FaultKind::misaligned,
+                "the box of a tensor copy begins at byte " + std::to_string(first_byte) +
+                    " of its rows, which is not a multiple of 16.");
+  }
+  if ((inst.flags & (flag_store | flag_pair | flag_multicast)) == 0 &&
+      op.shared >> kRankShift != op.barrier >> kRankShift) {
     warp.fault(FaultKind::bad_argument, inst, lane,
-               "the 128 bytes at " + hex(address) + " are not a tensor map.");
-    warp.launch->stopped = true;
-    return false;
+               "the mbarrier is in another CTA than the destination, which needs .cta_group::2.");
   }
   return true;
 }
@@ -362,10 +411,9 @@ Step run_tensor(Warp& warp, const Inst& inst) {
     if (!read_map(warp, inst, warp.address(o[0], lane), lane, op->map)) return Step::next;
     const u32 wanted = (inst.flags & flag_gather) != 0 ? 2u : coordinates;
     if (static_cast<u32>(op->map.rank) != wanted) {
-      warp.fault(FaultKind::bad_argument, inst, lane,
-                 "a copy of " + std::to_string(wanted) + " dimensions uses a tensor map of " +
-                     std::to_string(op->map.rank) + ".");
-      warp.launch->stopped = true;
+      stop(warp, inst, lane, FaultKind::bad_argument,
+           "a copy of " + std::to_string(wanted) + " dimensions uses a tensor map of " +
+               std::to_string(op->map.rank) + ".");
       return Step::next;
     }
     for (u32 i = 0; i < coordinates; ++i) {
@@ -378,19 +426,7 @@ Step run_tensor(Warp& warp, const Inst& inst) {
     op->group = warp.bulk_group;
     if ((inst.flags & flag_store) == 0) op->barrier = static_cast<u32>(warp.address(rest[1], lane));
     if ((inst.flags & flag_multicast) != 0) op->multicast = warp.value32(rest[2], lane) & 0xffff;
-    if (op->shared % 128 != 0) {
-      warp.fault(FaultKind::misaligned, inst, lane,
-                 "the shared address " + hex(op->shared) +
-                     " of a tensor copy is not a multiple of "
-                     "128.");
-      warp.launch->stopped = true;
-      return Step::next;
-    }
-    if ((inst.flags & (flag_store | flag_pair | flag_multicast)) == 0 &&
-        op->shared >> kRankShift != op->barrier >> kRankShift) {
-      warp.fault(FaultKind::bad_argument, inst, lane,
-                 "the mbarrier is in another CTA than the destination, which needs .cta_group::2.");
-    }
+    if (!check_operands(warp, inst, lane, *op)) return Step::next;
     ((inst.flags & flag_store) != 0 ? warp.counters.tma_store_bytes
                                     : warp.counters.tma_load_bytes) += op->box_bytes();
     warp.cluster->enqueue(std::move(op), warp, inst, lane);

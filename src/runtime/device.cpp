@@ -47,6 +47,12 @@ void check_tensor_map(const TensorMapSpec& spec) {
       refuse("stride_bytes" + at, spec.stride_bytes[i], "a multiple of 16 below 2^40");
     }
   }
+  std::uint64_t box_bytes = inner_bytes;
+  for (std::size_t i = 1; i < static_cast<std::size_t>(spec.rank); ++i) box_bytes *= spec.box[i];
+  constexpr std::uint64_t box_limit = 228 * 1024;
+  if (box_bytes > box_limit) {
+    refuse("box bytes", box_bytes, "at most " + std::to_string(box_limit));
+  }
   if (inner_bytes % 16 != 0) refuse("inner box bytes", inner_bytes, "a multiple of 16");
   constexpr std::uint64_t widths[] = {0, 32, 64, 128};
   const std::uint64_t width = widths[static_cast<int>(spec.swizzle)];

@@ -168,9 +168,10 @@ constexpr const char* load_2d_text = R"(
   })";
 
 TEST_P(DeviceTest, LoadsSwizzledTilesWithZerosOutside) {
-  constexpr int columns = 144;
+  constexpr int columns = 140;
+  constexpr int pitch = 144;
   constexpr int rows = 20;
-  std::vector<unsigned char> matrix(columns * rows);
+  std::vector<unsigned char> matrix(pitch * rows);
   for (std::size_t i = 0; i < matrix.size(); ++i) {
     matrix[i] = static_cast<unsigned char>(1 + i * 7 % 251);
   }
@@ -185,12 +186,12 @@ TEST_P(DeviceTest, LoadsSwizzledTilesWithZerosOutside) {
        {device::Swizzle::none, device::Swizzle::b32, device::Swizzle::b64, device::Swizzle::b128}) {
     const int width = static_cast<int>(device::swizzle_bytes(swizzle));
     constexpr int box_rows = 16;
-    for (const auto& [c0, c1] : {std::pair{16, 2}, {-16, -3}, {columns - 8, rows - 5}}) {
+    for (const auto& [c0, c1] : {std::pair{16, 2}, {-16, -3}, {128, rows - 5}}) {
       runtime::TensorMapSpec spec;
       spec.type = runtime::MapType::u8;
       spec.address = source.address();
       spec.extent = {columns, rows};
-      spec.stride_bytes = {0, columns};
+      spec.stride_bytes = {0, pitch};
       spec.box = {static_cast<std::uint32_t>(width), box_rows};
       spec.swizzle = static_cast<runtime::MapSwizzle>(swizzle);
       const DeviceBuffer out(device(), static_cast<std::size_t>(width * box_rows));
@@ -203,8 +204,7 @@ TEST_P(DeviceTest, LoadsSwizzledTilesWithZerosOutside) {
       for (int r = 0; r < box_rows; ++r) {
         for (int c = 0; c < width; ++c) {
           const bool inside = c0 + c >= 0 && c0 + c < columns && c1 + r >= 0 && c1 + r < rows;
-          const int want =
-              inside ? matrix[static_cast<std::size_t>((c1 + r) * columns + c0 + c)] : 0;
+          const int want = inside ? matrix[static_cast<std::size_t>((c1 + r) * pitch + c0 + c)] : 0;
           const device::uint32 at =
               device::swizzled(swizzle, static_cast<device::uint32>(r * width + c));
           ASSERT_EQ(got[at], want) << "swizzle " << width << " at " << c0 << "," << c1 << " row "
@@ -212,6 +212,37 @@ TEST_P(DeviceTest, LoadsSwizzledTilesWithZerosOutside) {
         }
       }
     }
+  }
+}
+
+// The chips stop at it as at an illegal instruction, which ends the process's use of the device: so
+// only an emulated one is asked.
+TEST_P(DeviceTest, RefusesBoxesThatBeginBetweenSixteenBytes) {
+  if (!device().properties().emulated) GTEST_SKIP() << "would lose the device";
+  const DeviceBuffer source = upload(std::vector<unsigned char>(4096));
+  const DeviceBuffer out(device(), 256);
+  const auto kernel = build_kernel(device(), load_2d_text);
+  struct Params {
+    core::TensorMap map;
+    DeviceAddress out;
+    int c0, c1, bytes;
+  };
+  runtime::TensorMapSpec spec;
+  spec.type = runtime::MapType::u8;
+  spec.address = source.address();
+  spec.extent = {128, 32};
+  spec.stride_bytes = {0, 128};
+  spec.box = {16, 16};
+  Params params{device().encode_tensor_map(spec), out.address(), 8, 0, 256};
+  LaunchConfig launch;
+  launch.block = {32, 1, 1};
+  launch.dynamic_shared_bytes = 4096 + sizeof(device::uint64);
+  try {
+    device().launch(*kernel, launch, bytes_of(params));
+    ADD_FAILURE();
+  } catch (const DeviceError& fault) {
+    EXPECT_NE(std::string(fault.what()).find("byte 8 of its rows"), std::string::npos)
+        << fault.what();
   }
 }
 
