@@ -10,6 +10,7 @@ namespace fovea::tools {
 namespace {
 
 constexpr double error_factor = 2.0;
+constexpr double gradient_error_factor = 3.0;
 constexpr double error_floor = 1e-5;
 constexpr double cosine_floor = 1e-6;
 
@@ -32,14 +33,14 @@ double unit(DType dtype) {
 }
 
 Verdict judge(std::span<const double> values, std::span<const double> naive,
-              std::span<const double> exact, double relative_floor) {
+              std::span<const double> exact, double relative_floor, double factor = error_factor) {
   Verdict verdict{distance(values, exact), distance(naive, exact)};
   const double floor = error_floor + relative_floor * verdict.found.largest;
-  verdict.bound = error_factor * verdict.naive.max_error + floor;
+  verdict.bound = factor * verdict.naive.max_error + floor;
   // An error below the floor has no direction: values near zero may point anywhere.
   const bool direction =
       verdict.found.max_error <= floor ||
-      1.0 - verdict.found.cosine <= error_factor * (1.0 - verdict.naive.cosine) + cosine_floor;
+      1.0 - verdict.found.cosine <= factor * (1.0 - verdict.naive.cosine) + cosine_floor;
   verdict.passed =
       verdict.found.max_error <= verdict.bound && verdict.found.different == 0 && direction;
   return verdict;
@@ -80,6 +81,11 @@ Distance distance(std::span<const double> values, std::span<const double> expect
 Verdict judge_out(std::span<const double> values, std::span<const double> naive,
                   std::span<const double> exact, DType dtype) {
   return judge(values, naive, exact, 0.5 * unit(dtype));
+}
+
+Verdict judge_gradient(std::span<const double> values, std::span<const double> naive,
+                       std::span<const double> exact, DType dtype) {
+  return judge(values, naive, exact, 0.5 * unit(dtype), gradient_error_factor);
 }
 
 Verdict judge_lse(std::span<const double> values, std::span<const double> naive,

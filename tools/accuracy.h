@@ -34,6 +34,9 @@ struct Verdict {
 // value. That of lse, which is fp32 for all inputs: 1e-5 and two units of fp32.
 [[nodiscard]] Verdict judge_out(std::span<const double> values, std::span<const double> naive,
                                 std::span<const double> exact, DType dtype);
+// A gradient, as out with three times the naive error.
+[[nodiscard]] Verdict judge_gradient(std::span<const double> values, std::span<const double> naive,
+                                     std::span<const double> exact, DType dtype);
 [[nodiscard]] Verdict judge_lse(std::span<const double> values, std::span<const double> naive,
                                 std::span<const double> exact);
 

@@ -42,8 +42,6 @@ struct Result {
   double share_of_bandwidth = 0.0;
 };
 
-bool is_decode(const Shape& shape) { return shape.seqlen_q <= decode_rows; }
-
 std::string shape_string(const Shape& s) {
   std::string text = fmt::format("{},{},{},{},{},{}", s.batch, s.heads_q, s.heads_kv, s.seqlen_q,
                                  s.seqlen_k, s.head_dim);
@@ -116,6 +114,11 @@ class BenchCommand : public Command {
   void add_decode_grid(std::vector<Case>& list, DType dtype) const;
   void add_own_grid(std::vector<Case>& list, DType dtype) const;
   [[nodiscard]] Result run_case(const Case& input, const CpuPeaks& peaks, double bandwidth) const;
+  [[nodiscard]] Result run_backward_case(const Case& input, const CpuPeaks& peaks) const;
+  // Decoding has no backward pass.
+  [[nodiscard]] bool is_decode(const Shape& shape) const {
+    return !backward_ && shape.seqlen_q <= decode_rows;
+  }
   void print(const std::vector<Result>& results, const CpuPeaks& peaks, double bandwidth) const;
   [[nodiscard]] Json to_json(const std::vector<Result>& results, const CpuPeaks& peaks,
                              double bandwidth) const;
@@ -132,6 +135,7 @@ class BenchCommand : public Command {
   std::int64_t batch_ = 1;
   std::vector<std::int64_t> heads_;
   int repeat_ = 0;
+  bool backward_ = false;
 };
 
 BenchCommand::BenchCommand(CLI::App* app) : Command(app) {
@@ -164,6 +168,8 @@ BenchCommand::BenchCommand(CLI::App* app) : Command(app) {
        [this](const std::string& t) {
          repeat_ = static_cast<int>(parse_integer("--repeat", t, 1, max_repeat));
        });
+  app->add_flag("--backward", backward_, "Time the backward pass, its FLOPs those of five products")
+      ->disable_flag_override();
   add_problem_options(*app, options_);
 }
 
@@ -184,7 +190,7 @@ void BenchCommand::add_cpu_grid(std::vector<Case>& list, DType dtype) const {
     add_case(list, {1, 8, 8, 2048, 2048, d, d}, dtype, causal);
   for (const std::int64_t rows : {63, 64})
     add_case(list, {1, 8, 8, rows, 2048, 128, 128}, dtype, causal);
-  add_case(list, {1, 32, 8, 1, 8192, 128, 128}, dtype, causal);
+  if (!backward_) add_case(list, {1, 32, 8, 1, 8192, 128, 128}, dtype, causal);
 }
 
 // FlashAttention's benchmark: hidden size 2048, 16384 tokens in all.
@@ -267,6 +273,23 @@ Result BenchCommand::run_case(const Case& input, const CpuPeaks& peaks, double b
   return result;
 }
 
+Result BenchCommand::run_backward_case(const Case& input, const CpuPeaks& peaks) const {
+  Workload workload = make_workload(input.shape, input.options, true);
+  fill_inputs(workload, 1);
+  add_gradients(workload, 1);
+  const Problem& problem = workload.problem;
+  attention(problem, input.options.run);
+  const BackwardPlan chosen = plan_backward(problem, workload.gradients, input.options.run);
+  std::vector<std::byte> workspace(chosen.workspace_bytes());
+  Result result;
+  result.input = input;
+  result.timing =
+      measure(repeat_, [&](int) { chosen.run(problem, workload.gradients, workspace); });
+  result.flops_per_second = backward_flop_count(problem) / result.timing.median_seconds;
+  result.share_of_peak = result.flops_per_second / peaks.f32;
+  return result;
+}
+
 void BenchCommand::print(const std::vector<Result>& results, const CpuPeaks& peaks,
                          double bandwidth) const {
   fmt::print("{} threads; measured peaks: {:.1f} GFLOP/s fp32{}{}\n",
@@ -311,6 +334,7 @@ Json BenchCommand::to_json(const std::vector<Result>& results, const CpuPeaks& p
   }
   return {{"command", "bench"},
           {"version", version()},
+          {"pass", backward_ ? "backward" : "forward"},
           {"instruction_set", cpu_instruction_set()},
           {"threads", thread_count(options_.run.threads)},
           {"peak_gflops", {{"f32", peaks.f32 * 1e-9}, {"bf16", peaks.bf16 * 1e-9}}},
@@ -327,7 +351,7 @@ int BenchCommand::execute() {
     static_cast<void>(plan(workload.problem, entry.options.run));
   }
   const bool decode = std::any_of(list.begin(), list.end(),
-                                  [](const Case& entry) { return is_decode(entry.shape); });
+                                  [this](const Case& entry) { return is_decode(entry.shape); });
   Progress progress(static_cast<std::int64_t>(list.size()) + 1, options_.quiet);
   progress.step("peaks of the CPU");
   const CpuPeaks peaks = measure_peaks(options_.run.threads);
@@ -335,7 +359,8 @@ int BenchCommand::execute() {
   std::vector<Result> results;
   for (const Case& entry : list) {
     progress.step(shape_string(entry.shape) + " " + describe(entry.options));
-    results.push_back(run_case(entry, peaks, bandwidth));
+    results.push_back(backward_ ? run_backward_case(entry, peaks)
+                                : run_case(entry, peaks, bandwidth));
   }
   progress.clear();
   if (!options_.quiet && !json.on_standard_output()) print(results, peaks, bandwidth);

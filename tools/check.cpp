@@ -37,12 +37,12 @@ Json to_json(const Verdict& verdict) {
 
 std::string line(std::string_view what, const Verdict& verdict) {
   std::string text = fmt::format(
-      "{:<4} max error {:.2e}, naive in the same precision {:.2e}, bound {:.2e}, "
+      "{:<5} max error {:.2e}, naive in the same precision {:.2e}, bound {:.2e}, "
       "cosine {:.9f}\n",
       what, verdict.found.max_error, verdict.naive.max_error, verdict.bound, verdict.found.cosine);
   if (verdict.found.different > 0) {
     text += fmt::format(
-        "{:<4} {} values are infinite or NaN where the definition is not, or the "
+        "{:<5} {} values are infinite or NaN where the definition is not, or the "
         "reverse\n",
         "", verdict.found.different);
   }
@@ -75,6 +75,7 @@ class CheckCommand : public Command {
         },
         "K and V in pages of N rows, in random order")
         ->type_name("N");
+    app->add_flag("--backward", backward_, "Check the gradients, too")->disable_flag_override();
     add_problem_options(*app, options_);
   }
 
@@ -83,8 +84,10 @@ class CheckCommand : public Command {
     options_.dtype = options_.dtype.value_or(DType::f32);
     Workload workload = make_workload(shape_, options_, true, packing_, seed_);
     const Problem& problem = workload.problem;
+    if (backward_) add_gradients(workload, seed_);
     const Plan chosen = plan(problem, options_.run);
-    Progress progress(4, options_.quiet);
+    if (backward_) static_cast<void>(plan_backward(problem, workload.gradients, options_.run));
+    Progress progress(backward_ ? 7 : 4, options_.quiet);
     progress.step("random input");
     fill_inputs(workload, seed_);
     poison(problem.out);
@@ -97,14 +100,23 @@ class CheckCommand : public Command {
     const Reference exact = reference(problem, Precision::fp64, options_.run.threads);
     progress.step("naive in the same precision");
     const Reference naive = reference(problem, Precision::same, options_.run.threads);
+    const std::vector<Named> gradients =
+        backward_ ? check_gradients(workload, progress) : std::vector<Named>{};
     progress.clear();
 
     const Verdict out = judge_out(values_of(problem.out), naive.out, exact.out, problem.q.dtype);
     const Verdict lse = judge_lse(values_of(problem.lse), naive.lse, exact.lse);
-    const bool passed = out.passed && lse.passed;
+    bool passed = out.passed && lse.passed;
+    std::string gradient_lines;
+    Json gradient_json = Json::object();
+    for (const auto& [what, verdict] : gradients) {
+      passed = passed && verdict.passed;
+      gradient_lines += line(what, verdict);
+      gradient_json[what] = to_json(verdict);
+    }
     if (!options_.quiet && !json.on_standard_output()) {
-      fmt::print("{} {} seed {} on {}\n{}{}{}\n", shape_text_, description(), seed_,
-                 fovea::name(chosen.device()), line("out", out), line("LSE", lse),
+      fmt::print("{} {} seed {} on {}\n{}{}{}{}\n", shape_text_, description(), seed_,
+                 fovea::name(chosen.device()), line("out", out), line("LSE", lse), gradient_lines,
                  passed ? "PASS" : "FAIL");
     }
     json.write({{"command", "check"},
@@ -114,6 +126,7 @@ class CheckCommand : public Command {
                 {"device", fovea::name(chosen.device())},
                 {"out", to_json(out)},
                 {"lse", to_json(lse)},
+                {"gradients", gradient_json},
                 {"statistics",
                  {{"tiles_full", statistics.tiles_full},
                   {"tiles_partial", statistics.tiles_partial},
@@ -126,6 +139,35 @@ class CheckCommand : public Command {
   }
 
  private:
+  using Named = std::pair<std::string, Verdict>;
+
+  [[nodiscard]] std::vector<Named> check_gradients(const Workload& workload,
+                                                   Progress& progress) const {
+    const Problem& problem = workload.problem;
+    const Gradients& g = workload.gradients;
+    for (const Tensor* tensor : {&g.dq, &g.dk, &g.dv, &g.dsink}) {
+      if (tensor->present) poison(*tensor);
+    }
+    progress.step("fovea's gradients");
+    attention_backward(problem, g, options_.run);
+    progress.step("gradients by the definition in fp64");
+    const int threads = options_.run.threads;
+    const ReferenceGradients exact = reference_backward(problem, g, Precision::fp64, threads);
+    progress.step("naive gradients in the same precision");
+    const ReferenceGradients naive = reference_backward(problem, g, Precision::same, threads);
+    std::vector<Named> verdicts;
+    const auto judge = [&](const char* what, const Tensor& found, const std::vector<double>& same,
+                           const std::vector<double>& truth) {
+      if (!found.present) return;
+      verdicts.emplace_back(what, judge_gradient(values_of(found), same, truth, found.dtype));
+    };
+    judge("dq", g.dq, naive.dq, exact.dq);
+    judge("dk", g.dk, naive.dk, exact.dk);
+    judge("dv", g.dv, naive.dv, exact.dv);
+    judge("dsink", g.dsink, naive.dsink, exact.dsink);
+    return verdicts;
+  }
+
   [[nodiscard]] std::string description() const {
     std::string text = describe(options_);
     if (packing_.ragged) text += " ragged";
@@ -138,6 +180,7 @@ class CheckCommand : public Command {
   Shape shape_;
   Packing packing_;
   std::uint64_t seed_ = 0;
+  bool backward_ = false;
 };
 
 }  // namespace

@@ -50,4 +50,8 @@ double flop_count(const Problem& p) {
   return 2.0 * visible_pairs(p) * static_cast<double>(p.q.shape[3] + p.v.shape[3]);
 }
 
+double backward_flop_count(const Problem& p) {
+  return 2.0 * visible_pairs(p) * static_cast<double>(3 * p.q.shape[3] + 2 * p.v.shape[3]);
+}
+
 }  // namespace fovea::tools

@@ -15,4 +15,7 @@ namespace fovea::tools {
 // Multiplications and additions of both products: 2 * pairs * (D + Dv).
 [[nodiscard]] double flop_count(const Problem& problem);
 
+// Of the backward pass's five products: 2 * pairs * (3 D + 2 Dv).
+[[nodiscard]] double backward_flop_count(const Problem& problem);
+
 }  // namespace fovea::tools

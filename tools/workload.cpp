@@ -23,7 +23,7 @@ constexpr std::int64_t max_sequences = std::int64_t{1} << 24;
 constexpr std::int64_t max_pages = std::int64_t{1} << 26;
 
 // Streams of the random generator, one per tensor.
-enum class Stream : std::uint64_t { q = 1, k, v, sink, lengths, pages };
+enum class Stream : std::uint64_t { q = 1, k, v, sink, lengths, pages, dout };
 
 // The output function of SplitMix64 (Steele, Lea, Flood 2014): a bijection that mixes every bit.
 std::uint64_t mix(std::uint64_t x) {
@@ -230,6 +230,23 @@ Workload make_workload(const Shape& shape, const ProblemOptions& options, bool w
   allocate_inputs(workload, shape, options, seed, packing);
   if (with_lse) add_lse(workload);
   return workload;
+}
+
+void add_gradients(Workload& w, std::uint64_t seed) {
+  const auto like = [&w](const Tensor& tensor) {
+    Tensor result = tensor;
+    if (tensor.present) result.data = w.allocate(elements(tensor), tensor.dtype);
+    return result;
+  };
+  const Problem& p = w.problem;
+  w.gradients.dout = like(p.out);
+  w.gradients.dq = like(p.q);
+  w.gradients.dk = like(p.k);
+  w.gradients.dv = like(p.v);
+  w.gradients.dsink = like(p.sink);
+  const Tensor& dout = w.gradients.dout;
+  fill_normal(static_cast<std::byte*>(dout.data), dout.dtype, elements(dout),
+              stream_seed(seed, Stream::dout));
 }
 
 void fill_inputs(Workload& workload, std::uint64_t seed) {

@@ -29,6 +29,7 @@ class Buffer {
 // Moves but does not copy: problem points into the buffers.
 struct Workload {
   Problem problem;
+  Gradients gradients;  // after add_gradients()
   std::vector<Buffer> buffers;
   std::vector<std::int32_t> cu_seqlens_q, cu_seqlens_k;
   std::vector<std::int32_t> seqused_q, seqused_k;
@@ -50,6 +51,9 @@ struct Packing {
 [[nodiscard]] Workload make_workload(const Shape& shape, const ProblemOptions& options,
                                      bool with_lse = false, const Packing& packing = {},
                                      std::uint64_t seed = 0);
+
+// Memory for the gradients of a workload with lse: dout standard normal, the others without values.
+void add_gradients(Workload& workload, std::uint64_t seed);
 
 // Standard normal q, k, v and sink, and ALiBi slopes. Equal arguments give equal values.
 void fill_inputs(Workload& workload, std::uint64_t seed);
