@@ -102,8 +102,8 @@ struct Problem {
   constexpr bool is_paged() const { return page_size > 0; }
 };
 
-// The gradients of a problem, and what they are computed from beside it. out and lse of the problem,
-// results of the forward pass, are inputs here.
+// The gradients of a problem, and what they are computed from beside it. The out and lse of the
+// problem, results of the forward pass, are inputs here.
 struct Gradients {
   View dout;   // as out
   View dlse;   // fp32, as lse; may be absent
