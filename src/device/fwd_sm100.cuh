@@ -241,14 +241,17 @@ struct Load100 {
     }
   }
 
-  // Tells the other warps which tile comes next.
-  __forceinline__ void publish(const Fwd100Tile& tile) {
+  // Tells all warps which tile comes next. This one, too, reads it where it lies.
+  __forceinline__ const Fwd100Tile& publish(const Fwd100Tile& tile) {
+    Fwd100Tile& place = plan.tiles[tile_state.stage];
     plan.tile_ring.wait_free(tile_state);
     if (leader) {
-      plan.tiles[tile_state.stage] = tile;
+      place = tile;
       mbarrier_arrive(plan.tile_ring.full[tile_state.stage]);
     }
+    __syncwarp();
     tile_state.advance();
+    return place;
   }
 
   // In the order in which products take them: values come one block behind keys, and before the
@@ -281,17 +284,18 @@ struct Load100 {
   }
 
   __forceinline__ void run() {
-    Fwd100Tile tile;
     int32 index = next(0);
+#pragma unroll 1
     for (int32 round = 1; index < params.tiles; ++round) {
-      tile = find_query_tiles<C>(params, index);
-      const bool exists = tile.exists();
-      if (exists) publish(tile);
+      const Fwd100Tile found = find_query_tiles<C>(params, index);
       index = C.persistent ? next(round) : params.tiles;
-      if (exists && tile.count() > 0) load_tile(tile);
+      if (!found.exists()) continue;
+      const Fwd100Tile& tile = publish(found);
+      if (tile.count() > 0) load_tile(tile);
     }
-    tile.last = 1;
-    publish(tile);
+    Fwd100Tile none{};
+    none.last = 1;
+    publish(none);
     if (C.persistent && params.scheduler != nullptr && leader) {
       // The last CTA to ask leaves the counters as it found them.
       if (atomicAdd(params.scheduler + 1, 1u) == gridDim.x - 1) {
@@ -336,8 +340,11 @@ struct Multiply100 {
     tcgen05_fence_after();
     constexpr uint32 instruction =
         tcgen05_instruction({.a = type, .b = type, .m = 128, .n = C.tile_k});
-    const uint64 q =
+    uint64 q =
         tcgen05_descriptor(Swizzle::b128, shared_address(plan.q[t]).value, 0, Plan::group_bytes);
+    // No instruction: the descriptors that follow from it are not worth registers all along the
+    // tile.
+    asm volatile("" : "+l"(q));
     const uint64 k = tcgen05_descriptor(Swizzle::b128, shared_address(plan.keys[keys.stage]).value,
                                         0, Plan::group_bytes);
     const int32 slot = slot_of<C>(t, n);
