@@ -37,6 +37,13 @@ class PipeOp : public AsyncOp {
   }
 
  protected:
+  // Where the schedule promises the order of issue, everything this warp issued before is done.
+  void follow(const Cluster& cluster) {
+    if (!cluster.launch->checks || !cluster.launch->schedule.in_order_tensor) return;
+    clock.join(warp->check.tensor_done);
+    clock.join_part(clock_tensor, clock, clock_ordered);
+  }
+
   void done(const Cluster& cluster) const {
     if (!cluster.launch->checks) return;
     Clock& finished = warp->check.tensor_done;
@@ -115,6 +122,7 @@ class MmaOp : public PipeOp {
   const char* name() const override { return "tcgen05.mma"; }
 
   bool execute(Cluster& cluster) override {
+    follow(cluster);
     const bool pair = (flags & flag_pair_of_ctas) != 0;
     const u32 first = pair ? cta->rank & ~1u : cta->rank, ctas = pair ? 2 : 1;
     const u32 n_each = shape.n / ctas;

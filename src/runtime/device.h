@@ -139,6 +139,7 @@ struct EmulationOptions {
   Order order = Order::eager;
   std::uint64_t seed = 0;
   bool checks = true;
+  bool in_order_tensor = false;  // tcgen05 products follow each other in the order of issue
 };
 
 // Device `ordinal` of the CUDA driver, sharing the primary context with the CUDA runtime (and so

@@ -47,6 +47,7 @@ class EmulatedDevice final : public Device {
     properties_.emulated = true;
     schedule_.seed = options.seed;
     schedule_.checks = options.checks;
+    schedule_.in_order_tensor = options.in_order_tensor;
     switch (options.order) {
       case EmulationOptions::Order::eager: schedule_.policy = emulator::Policy::eager; break;
       case EmulationOptions::Order::lazy: schedule_.policy = emulator::Policy::lazy; break;
