@@ -152,7 +152,7 @@ Step run_load(Warp& warp, const Inst& inst) {
   Lanes lanes;
   if (!locate(warp, inst, o[inst.outputs], total, false, lanes)) return Step::next;
   check_access(warp, inst, lanes, total,
-               (inst.flags & flag_strong) != 0 ? Access::atomic : Access::read);
+               (inst.flags & flag_strong) != 0 ? Access::strong_read : Access::read);
   synchronise(warp, inst, lanes, true, false);
   for (u32 i = 0; i < inst.outputs; ++i) {
     for_lanes(warp.active, [&](int lane) {
@@ -171,7 +171,7 @@ Step run_store(Warp& warp, const Inst& inst) {
   Lanes lanes;
   if (!locate(warp, inst, o[0], total, true, lanes)) return Step::next;
   check_access(warp, inst, lanes, total,
-               (inst.flags & flag_strong) != 0 ? Access::atomic : Access::write);
+               (inst.flags & flag_strong) != 0 ? Access::strong_write : Access::write);
   synchronise(warp, inst, lanes, false, true);
   for_lanes(warp.active, [&](int lane) {
     u8* data = lanes.place[static_cast<std::size_t>(lane)].data;

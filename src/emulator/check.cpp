@@ -27,7 +27,7 @@ void report(const AccessView& view, FaultKind kind, const std::string& sentence)
 }
 
 const char* verb(Access access) {
-  return access == Access::read ? "reads" : access == Access::write ? "writes" : "updates";
+  return !is_write(access) ? "reads" : !is_read(access) ? "writes" : "updates";
 }
 
 // ---- one cell against one access
@@ -45,7 +45,7 @@ bool before(const AccessView& view, u32 epoch, ClockPart part) {
 Conflict against_write(const AccessView& view, const Cell& cell, Access access, ClockPart part) {
   const u32 agent = cell.write >> kTickBits;
   if (agent == view.agent) return {};
-  if (access == Access::atomic && (cell.flags & kAtomicWrite) != 0) return {};
+  if (is_strong(access) && (cell.flags & kStrongWrite) != 0) return {};
   if (!before(view, cell.write, part)) return {FaultKind::race, cell.write, true};
   const bool crosses = view.async && (cell.flags & kAsyncWrite) == 0 && part == clock_ordered;
   if (crosses && !before(view, cell.write, clock_proxied)) {
@@ -54,37 +54,42 @@ Conflict against_write(const AccessView& view, const Cell& cell, Access access, 
   return {};
 }
 
-Conflict against_reads(const AccessView& view, const Cell& cell, ClockPart part) {
-  for (const u32 epoch : cell.reads) {
+Conflict against_reads(const AccessView& view, const Cell& cell, Access access, ClockPart part) {
+  for (std::size_t i = 0; i < cell.reads.size(); ++i) {
+    const u32 epoch = cell.reads[i];
     if (epoch == 0 || epoch >> kTickBits == view.agent) continue;
+    if (is_strong(access) && (cell.strong_reads >> i & 1) != 0) continue;
     if (!before(view, epoch, part)) return {FaultKind::race, epoch, false};
   }
   return {};
 }
 
-void record_read(const AccessView& view, Cell& cell, ClockPart part) {
+void record_read(const AccessView& view, Cell& cell, Access access, ClockPart part) {
   const u32 mine = epoch_of(view.agent, view.tick);
-  u32* free_slot = nullptr;
-  for (u32& epoch : cell.reads) {
-    if (epoch == mine) return;
-    if (epoch == 0 || epoch >> kTickBits == view.agent || before(view, epoch, part)) {
-      if (free_slot == nullptr || (epoch != 0 && epoch >> kTickBits == view.agent)) {
-        free_slot = &epoch;
-      }
-    }
+  std::size_t slot = cell.reads.size();
+  for (std::size_t i = 0; i < cell.reads.size(); ++i) {
+    const u32 epoch = cell.reads[i];
+    const bool own = epoch != 0 && epoch >> kTickBits == view.agent;
+    if (own || ((epoch == 0 || before(view, epoch, part)) && slot == cell.reads.size())) slot = i;
   }
-  if (free_slot == nullptr) free_slot = &cell.reads[view.agent % 3];
-  *free_slot = mine;
+  if (slot == cell.reads.size()) slot = view.agent % 3;
+  // A plain load stands for the strong ones of its tick.
+  const u8 bit = static_cast<u8>(1u << slot);
+  const bool strong =
+      is_strong(access) && (cell.reads[slot] != mine || (cell.strong_reads & bit) != 0);
+  cell.reads[slot] = mine;
+  cell.strong_reads = static_cast<u8>(strong ? cell.strong_reads | bit : cell.strong_reads & ~bit);
 }
 
 void record_write(const AccessView& view, Cell& cell, Access access, u8 bytes) {
   cell.write = epoch_of(view.agent, view.tick);
   cell.reads = {};
+  cell.strong_reads = 0;
   cell.write_line = view.inst->line;
   cell.written_bytes = bytes;
   cell.defined_bytes |= bytes;
-  cell.flags = static_cast<u8>((view.async ? kAsyncWrite : 0) |
-                               (access == Access::atomic ? kAtomicWrite : 0));
+  cell.flags =
+      static_cast<u8>((view.async ? kAsyncWrite : 0) | (is_strong(access) ? kStrongWrite : 0));
 }
 
 void report_conflict(const AccessView& view, const Conflict& conflict, const std::string& where,
@@ -277,8 +282,8 @@ void check_shared(const AccessView& view, Cta& target, u32 offset, u32 bytes, Ac
       conflict = against_write(view, cell, access, clock_ordered);
       if (conflict.kind == FaultKind::none) write_ok = cell.write;
     }
-    if (access != Access::read && conflict.kind == FaultKind::none && cell.reads != reads_ok) {
-      conflict = against_reads(view, cell, clock_ordered);
+    if (is_write(access) && conflict.kind == FaultKind::none && cell.reads != reads_ok) {
+      conflict = against_reads(view, cell, access, clock_ordered);
       if (conflict.kind == FaultKind::none) reads_ok = cell.reads;
     }
     const std::string where =
@@ -290,13 +295,13 @@ void check_shared(const AccessView& view, Cta& target, u32 offset, u32 bytes, Ac
     if (conflict.kind != FaultKind::none) {
       report_conflict(view, conflict, where, access, cell.write_line);
     }
-    if (access != Access::write && (cell.defined_bytes & mask) != mask) {
+    if (is_read(access) && (cell.defined_bytes & mask) != mask) {
       report(view, FaultKind::uninitialised,
              "reads shared memory at " + hex(word * 4) + ", which was never written.");
       cell.defined_bytes = 15;
     }
-    if (access == Access::read) {
-      record_read(view, cell, clock_ordered);
+    if (!is_write(access)) {
+      record_read(view, cell, access, clock_ordered);
     } else {
       record_write(view, cell, access, mask);
     }
@@ -324,7 +329,7 @@ void check_tensor(const AccessView& view, Cta& target, u32 column, u32 columns, 
         conflict = against_write(view, cell, access, part_of_clock);
       }
       if (access != Access::read && conflict.kind == FaultKind::none) {
-        conflict = against_reads(view, cell, part_of_clock);
+        conflict = against_reads(view, cell, access, part_of_clock);
       }
       if (conflict.kind != FaultKind::none) {
         report_conflict(view, conflict,
@@ -338,7 +343,7 @@ void check_tensor(const AccessView& view, Cta& target, u32 column, u32 columns, 
         cell.defined_bytes = 15;
       }
       if (access == Access::read) {
-        record_read(view, cell, clock_tensor);
+        record_read(view, cell, access, clock_tensor);
       } else {
         record_write(view, cell, Access::write, 15);
         cell.chain = chain;
@@ -392,8 +397,8 @@ void report_global(const AccessView& view, u64 address, Access access, const std
 void check_global_word(const AccessView& view, GlobalCell& cell, u64 address, u8 mask,
                        Access access) {
   const u32 mine = static_cast<u32>(view.cluster->serial);
-  const bool both_atomic = access == Access::atomic && (cell.flags & kAtomicWrite) != 0;
-  if (cell.write != 0 && (cell.written_bytes & mask) != 0 && !both_atomic) {
+  const bool both_strong = is_strong(access) && (cell.flags & kStrongWrite) != 0;
+  if (cell.write != 0 && (cell.written_bytes & mask) != 0 && !both_strong) {
     if (!ordered_global(view, cell.write, cell.write_cluster, cell.write_time)) {
       report_global(view, address, access, global_agent(view, cell.write, cell.write_cluster), true,
                     cell.write_line);
@@ -405,14 +410,18 @@ void check_global_word(const AccessView& view, GlobalCell& cell, u64 address, u8
                  std::to_string(cell.write_line) + ") without fence.proxy.async between.");
     }
   }
-  if (access != Access::read && cell.read != 0 &&
-      !(access == Access::atomic && (cell.flags & kAtomicWrite) != 0) &&
+  if (is_write(access) && cell.read != 0 && !both_strong &&
+      !(is_strong(access) && (cell.flags & kStrongRead) != 0) &&
       !ordered_global(view, cell.read, cell.read_cluster, cell.read_time)) {
     report_global(view, address, access, global_agent(view, cell.read, cell.read_cluster), false,
                   0);
   }
   const u32 epoch = epoch_of(view.agent, view.tick), time = view.cluster->check.time;
-  if (access == Access::read) {
+  if (!is_write(access)) {
+    // A plain load stands for the strong ones of its tick.
+    const bool strong =
+        is_strong(access) && (cell.read != epoch || (cell.flags & kStrongRead) != 0);
+    cell.flags = static_cast<u8>((cell.flags & ~kStrongRead) | (strong ? kStrongRead : 0));
     cell.read = epoch;
     cell.read_cluster = mine;
     cell.read_time = time;
@@ -423,8 +432,8 @@ void check_global_word(const AccessView& view, GlobalCell& cell, u64 address, u8
   cell.write_time = time;
   cell.write_line = view.inst->line;
   cell.written_bytes = mask;
-  cell.flags = static_cast<u8>((view.async ? kAsyncWrite : 0) |
-                               (access == Access::atomic ? kAtomicWrite : 0));
+  cell.flags =
+      static_cast<u8>((view.async ? kAsyncWrite : 0) | (is_strong(access) ? kStrongWrite : 0));
   cell.read = 0;
 }
 

@@ -67,11 +67,12 @@ struct Cell {
   u8 written_bytes = 0;  // of the last write
   u8 defined_bytes = 0;
   u8 flags = 0;
-  u8 read_flags = 0;
-  u32 chain = 0;  // tensor memory: which accumulator chain wrote it
+  u8 strong_reads = 0;  // bit i: reads[i] is of a strong load
+  u32 chain = 0;        // tensor memory: which accumulator chain wrote it
 };
 inline constexpr u8 kAsyncWrite = 1;
-inline constexpr u8 kAtomicWrite = 2;
+inline constexpr u8 kStrongWrite = 2;  // of an atomic or a strong store
+inline constexpr u8 kStrongRead = 4;
 
 struct SharedShadow {
   std::vector<Cell> cells;
@@ -138,7 +139,16 @@ struct AccessView {
   bool async = false;  // through the async proxy
 };
 
-enum class Access : u8 { read, write, atomic };
+// Strong loads and stores, and atomics, do not race with one another.
+enum class Access : u8 { read, write, atomic, strong_read, strong_write };
+
+constexpr bool is_strong(Access access) { return access >= Access::atomic; }
+constexpr bool is_write(Access access) {
+  return access != Access::read && access != Access::strong_read;
+}
+constexpr bool is_read(Access access) {
+  return access != Access::write && access != Access::strong_write;
+}
 
 inline u32 epoch_of(u32 agent, u32 tick) { return agent << kTickBits | tick; }
 

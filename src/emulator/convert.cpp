@@ -387,6 +387,11 @@ Step run_cvta(Warp& warp, const Inst& inst) {
   return Step::next;
 }
 
+bool is_constant(Warp& warp, u64 address) {
+  const Allocation* allocation = warp.launch->machine->find(address, 1);
+  return allocation != nullptr && allocation->constant;
+}
+
 Step run_isspacep(Warp& warp, const Inst& inst) {
   const OperandRef* o = warp.operands(inst);
   u32 hits = 0;
@@ -401,8 +406,8 @@ Step run_isspacep(Warp& warp, const Inst& inst) {
       case Space::shared_cluster: hit = window == kSharedWindow >> 32; break;
       case Space::local: hit = window == kLocalWindow >> 32; break;
       case Space::param: hit = window == kParamWindow >> 32; break;
-      case Space::constant: hit = false; break;
-      default: hit = a >= kDeviceBase && a < kParamWindow; break;
+      case Space::constant: hit = is_constant(warp, a); break;
+      default: hit = a >= kDeviceBase && a < kParamWindow && !is_constant(warp, a); break;
     }
     if (hit) hits |= 1u << lane;
   });

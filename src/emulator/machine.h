@@ -29,6 +29,7 @@ struct Allocation {
   u64 bytes = 0;
   std::unique_ptr<u8[]> data;
   std::unique_ptr<GlobalShadow> shadow;
+  bool constant = false;  // of a .const variable
 };
 
 struct MachineData {

@@ -81,6 +81,7 @@ void MachineData::place_variables(const ModuleData& module) {
     }
     const u64 address = allocate(variable.bytes);
     Allocation& allocation = *allocations.back();
+    allocation.constant = variable.space == Space::constant;
     std::memset(allocation.data.get(), 0, variable.bytes);
     std::copy(variable.initial.begin(), variable.initial.end(), allocation.data.get());
     placed[variable.name] = address;
