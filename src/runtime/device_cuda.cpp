@@ -53,6 +53,7 @@ Functions open_driver() {
   load(f.module_unload, "cuModuleUnload");
   load(f.module_function, "cuModuleGetFunction");
   load(f.function_set, "cuFuncSetAttribute");
+  load(f.function_get, "cuFuncGetAttribute");
   load(f.launch, "cuLaunchKernelEx");
   load(f.tensor_map_encode, "cuTensorMapEncodeTiled");
   load(f.stream_create, "cuStreamCreate");
@@ -206,8 +207,11 @@ class CudaDevice final : public Device {
     const auto kernel = std::make_shared<CudaKernel>(context_, image, entry);
     const auto& f = driver::functions();
     const Current current(context_);
+    int static_bytes = 0;
+    check(f.function_get(&static_bytes, driver::function_static_shared, kernel->function()),
+          "cuFuncGetAttribute of the static shared memory");
     check(f.function_set(kernel->function(), driver::function_max_dynamic_shared,
-                         static_cast<int>(properties_.shared_bytes_per_block)),
+                         static_cast<int>(properties_.shared_bytes_per_block) - static_bytes),
           "cuFuncSetAttribute of the dynamic shared memory");
     check(f.function_set(kernel->function(), driver::function_non_portable_cluster, 1),
           "cuFuncSetAttribute of the cluster size");

@@ -47,6 +47,7 @@ inline constexpr int device_capability_major = 75;
 inline constexpr int device_capability_minor = 76;
 inline constexpr int device_max_shared_per_block_optin = 97;
 
+inline constexpr int function_static_shared = 1;
 inline constexpr int function_max_dynamic_shared = 8;
 inline constexpr int function_non_portable_cluster = 14;
 
@@ -82,6 +83,7 @@ struct Functions {
   Result (*module_unload)(ModuleHandle);
   Result (*module_function)(Function*, ModuleHandle, const char* name);
   Result (*function_set)(Function, int attribute, int value);
+  Result (*function_get)(int* value, int attribute, Function);
   Result (*launch)(const Launch*, Function, void** parameters, void** extra);
   Result (*tensor_map_encode)(void* map, int type, std::uint32_t rank, void* address,
                               const std::uint64_t* extent, const std::uint64_t* strides,
