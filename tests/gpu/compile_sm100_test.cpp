@@ -96,9 +96,8 @@ TEST_P(CompileForward100, WithoutSpillsOrAdvisories) {
       const runtime::CompileResult result = runtime::default_jit().compile(request);
       ASSERT_EQ(result.image->report.kernels.size(), 1u);
       const runtime::KernelResources& kernel = result.image->report.kernels[0];
-      std::printf("%-8s %-34s %3d registers, %3d bytes of stack, %d query tiles, %d stages, %.1f s\n",
-                  GetParam(), v.name, kernel.registers, kernel.stack_bytes, config.query_tiles,
-                  config.stages, result.seconds);
+      std::printf("%-8s %-34s %3d registers, %d query tiles, %d stages, %.1f s\n", GetParam(),
+                  v.name, kernel.registers, config.query_tiles, config.stages, result.seconds);
     } catch (const runtime::CompileError& fault) {
       ADD_FAILURE() << v.name << " for " << GetParam() << ": " << fault.what() << "\n"
                     << fault.log();

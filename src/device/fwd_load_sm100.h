@@ -1,0 +1,175 @@
+// The loading warp of the forward kernel for Blackwell: deals out tiles, keeps the ring of keys and
+// values full.
+#pragma once
+
+#include "device/fwd_plan_sm100.h"
+#include "device/tma.h"
+
+namespace fovea::device {
+
+template <Fwd100Config C>
+struct Load100 {
+  using Plan = Fwd100Plan<C>;
+  Plan& plan;
+  const FwdParams& params;
+  const bool leader;
+  RingState<C.stages> state;
+  RingState<1> q_states[C.query_tiles];
+  RingState<2> tile_state;
+  int32 edges = 0;                     // stages of values cleared so far
+  int32 edge_stage = -1;               // the one that has to be
+  int32 edge_begin = 0, edge_end = 0;  // its keys that are seen
+
+  __forceinline__ void load_q(const Fwd100Tile& tile) {
+#pragma unroll
+    for (int32 t = 0; t < C.query_tiles; ++t) {
+      if (tile.spans[t].count() == 0) continue;
+      plan.q_ring[t].wait_free(q_states[t]);
+      if (leader) {
+        plan.q_ring[t].expect(q_states[t], Plan::q_bytes);
+        const CachePolicy once = cache_policy_evict_first();
+#pragma unroll
+        for (int32 panel = 0; panel < Plan::panels_qk; ++panel) {
+          tma_load(shared_address(plan.q[t]) + panel * Plan::panel_bytes, &params.q,
+                   plan.q_ring[t].full[0],
+                   {panel * core::panel_columns, tile.row_q + tile.q_begin + 128 * t, tile.head,
+                    tile.batch_q},
+                   once);
+        }
+      }
+      q_states[t].advance();
+    }
+  }
+
+  template <int32 panel_count>
+  __forceinline__ void load_panels(const TensorMap* map, Barrier& full, const Fwd100Tile& tile,
+                                   int32 block) {
+    const CachePolicy again = cache_policy_evict_last();
+#pragma unroll
+    for (int32 panel = 0; panel < panel_count; ++panel) {
+      tma_load(
+          shared_address(plan.keys[state.stage]) + panel * Plan::panel_bytes, map, full,
+          {panel * core::panel_columns, tile.row_k + block * C.tile_k, tile.head_kv, tile.batch_k},
+          again);
+    }
+  }
+
+  __forceinline__ void load_keys(const Fwd100Tile& tile, int32 block) {
+    plan.key_ring.wait_free(state);
+    if (leader) {
+      plan.key_ring.expect(state, Plan::panels_qk * Plan::panel_bytes);
+      load_panels<Plan::panels_qk>(&params.k, plan.key_ring.full[state.stage], tile, block);
+    }
+    state.advance();
+  }
+
+  // Values of keys that no row sees are cleared, since 0 x NaN is NaN: they land on a barrier of
+  // this warp's own, and the ring's gets a plain arrival once they are clean.
+  __forceinline__ void load_values(const Fwd100Tile& tile, int32 block) {
+    plan.key_ring.wait_free(state);
+    constexpr uint32 bytes = Plan::panels_v * Plan::panel_bytes;
+    if constexpr (core::is_windowed(C) || C.ragged) {
+      edge_begin = max(0, tile.key_begin - block * C.tile_k);
+      edge_end = min(C.tile_k, tile.key_end - block * C.tile_k);
+      if (edge_begin > 0 || edge_end < C.tile_k) {
+        if (leader) {
+          mbarrier_arrive_expect_bytes(plan.edge_full, bytes);
+          load_panels<Plan::panels_v>(&params.v, plan.edge_full, tile, block);
+        }
+        edge_stage = state.stage;
+        state.advance();
+        return;
+      }
+    }
+    if (leader) {
+      plan.key_ring.expect(state, bytes);
+      load_panels<Plan::panels_v>(&params.v, plan.key_ring.full[state.stage], tile, block);
+    }
+    state.advance();
+  }
+
+  __forceinline__ void clear_edge() {
+    if constexpr (core::is_windowed(C) || C.ragged) {
+      if (edge_stage < 0) return;
+      mbarrier_wait(plan.edge_full, parity_of(edges++));
+      const SharedAddress values = shared_address(plan.keys[edge_stage]);
+      constexpr int32 chunks = 8 * Plan::panels_v;  // of 16 bytes in a row; swizzling permutes them
+#pragma unroll 1
+      for (int32 i = lane_index(); i < C.tile_k * chunks; i += 32) {
+        const int32 key = i / chunks;
+        if (key >= edge_begin && key < edge_end) continue;
+        const int32 panel = (i % chunks) / 8;
+        store_shared_x4(values + panel * Plan::panel_bytes + key * Plan::row_bytes + (i % 8) * 16,
+                        uint4{0, 0, 0, 0});
+      }
+      fence_proxy_async_shared();
+      arrive_warp(plan.key_ring.full[edge_stage]);
+      edge_stage = -1;
+    }
+  }
+
+  // Tells all warps which tile comes next. This one, too, reads it where it lies.
+  __forceinline__ const Fwd100Tile& publish(const Fwd100Tile& tile) {
+    Fwd100Tile& place = plan.tiles[tile_state.stage];
+    plan.tile_ring.wait_free(tile_state);
+    if (leader) {
+      place = tile;
+      mbarrier_arrive(plan.tile_ring.full[tile_state.stage]);
+    }
+    __syncwarp();
+    tile_state.advance();
+    return place;
+  }
+
+  // In the order in which products take them: values come one block behind keys, and before the
+  // keys of that step where two query tiles share it.
+  __forceinline__ void load_tile(const Fwd100Tile& tile) {
+    load_q(tile);
+    for (int32 block = tile.end - 1; block >= tile.begin - 1; --block) {
+      const bool keys = block >= tile.begin;
+      const bool values = block + 1 < tile.end;
+      if constexpr (C.query_tiles == 2) {
+        if (values) load_values(tile, block + 1);
+        if (keys) load_keys(tile, block);
+        clear_edge();
+      } else {
+        if (keys) load_keys(tile, block);
+        clear_edge();
+        if (values) load_values(tile, block + 1);
+      }
+    }
+    clear_edge();
+  }
+
+  // Tiles as they come: the first by place, further ones from a counter that all CTAs share, or,
+  // without one, in rounds.
+  __forceinline__ int32 next(int32 round) {
+    if (params.scheduler == nullptr || round == 0) return tile_index(round);
+    int32 index = 0;
+    if (leader) index = static_cast<int32>(gridDim.x + atomicAdd(params.scheduler, 1u));
+    return __reduce_max_sync(0xffffffffu, index);
+  }
+
+  __forceinline__ void run() {
+    int32 index = next(0);
+#pragma unroll 1
+    for (int32 round = 1; index < params.tiles; ++round) {
+      const Fwd100Tile found = find_query_tiles<C>(params, index);
+      index = C.persistent ? next(round) : params.tiles;
+      if (!found.exists()) continue;
+      const Fwd100Tile& tile = publish(found);
+      if (tile.count() > 0) load_tile(tile);
+    }
+    Fwd100Tile none{};
+    none.last = 1;
+    publish(none);
+    if (C.persistent && params.scheduler != nullptr && leader) {
+      // The last CTA to ask leaves the counters as it found them.
+      if (atomicAdd(params.scheduler + 1, 1u) == gridDim.x - 1) {
+        params.scheduler[0] = params.scheduler[1] = 0;
+      }
+    }
+  }
+};
+
+}  // namespace fovea::device

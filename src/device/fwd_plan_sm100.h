@@ -1,0 +1,121 @@
+// The plan of the forward kernel for Blackwell: shared memory, barriers, the tiles of a CTA.
+#pragma once
+
+#include "core/config_sm100.h"
+#include "device/fwd_tiles.h"
+#include "device/pipeline.h"
+
+namespace fovea::device {
+
+using core::DType;
+using core::Fwd100Config;
+
+// The rows of a CTA, and what each of its query tiles visits.
+struct Fwd100Tile : FwdTile {
+  KeySpan spans[2];
+};
+
+// Tiles are panels of 64 columns, each [row][64] with the 128-byte swizzle.
+//
+// A slot is a place for scores: that of a query tile, or, with one query tile, of every other tile
+// of keys. Barriers of a slot or a query tile complete once per tile of keys, and their parity
+// follows from the tiles of keys seen so far.
+template <Fwd100Config C>
+struct Fwd100Plan {
+  static constexpr int32 panels_qk = core::panels(C.head_dim);
+  static constexpr int32 panels_v = core::panels(C.head_dim_v);
+  static constexpr uint32 row_bytes = 2 * core::panel_columns;
+  static constexpr uint32 group_bytes = 8 * row_bytes;  // 8 rows: the period of the swizzle
+  static constexpr uint32 panel_bytes = 128 * row_bytes;
+  static constexpr uint32 q_bytes = panels_qk * panel_bytes;
+  static constexpr uint32 stage_bytes = core::stage_bytes(C);
+
+  alignas(1024) uint8 q[C.query_tiles][q_bytes];
+  alignas(1024) uint8 keys[C.stages][stage_bytes];  // k and v in turn
+  alignas(1024) uint8 out[C.out_apart ? C.query_tiles * panels_v * panel_bytes : 1];
+
+  Ring<C.stages> key_ring;             // full: 1 producer and the bytes; free: 1 commit
+  Ring<1> q_ring[C.query_tiles];       // full: 1 producer and the bytes; free: 1
+  Ring<2> tile_ring;                   // full: 1 producer; free: each warp that computes or stores
+  Ring<1> output_ring[C.query_tiles];  // full: 1 commit, of the last tile of keys; free: 4 warps
+  Ring<1> row_ring[C.query_tiles];     // full: 4 warps, rows are summed; free: 4 warps
+  Ring<1> out_ring[C.query_tiles];     // full: 4 warps, out is staged; free: 1, it has left
+
+  Barrier scores_full[2];              // slot: 1 commit
+  Barrier weights_full[2][2];          // slot, part: 4 warps
+  Barrier factor_full[2];              // slot: 4 warps, with corrections
+  Barrier output_ready[2];             // slot: 4 warps, with corrections
+  Barrier first_done[C.query_tiles];   // 1 commit: the product of the first part
+  Barrier output_done[C.query_tiles];  // 1 commit: the product of both
+  Barrier edge_full;                   // values that are cleared before others see them
+
+  float row_factor[2][128];  // slot: of the corrections; in the end the sums
+  float row_reference[2][128];
+  Fwd100Tile tiles[2];
+  uint32 tensor_memory;
+
+  static constexpr uint32 tile_consumers = 4 * C.query_tiles + 4 + 2;
+  __forceinline__ SharedAddress staging(int32 query_tile) const {
+    return C.out_apart ? shared_address(out) + query_tile * panels_v * panel_bytes
+                       : shared_address(q[query_tile]);
+  }
+
+  static_assert(C.dtype == DType::bf16 || C.dtype == DType::f16);
+  static_assert(C.query_tiles == 1 || C.query_tiles == 2);
+  static_assert(C.tile_k == 128 && C.first_part % 32 == 0 && C.first_part > 0);
+  static_assert(C.first_part < C.tile_k && C.polynomial >= 0 && C.polynomial <= 16);
+  static_assert(C.head_dim % 16 == 0 && C.head_dim_v % 16 == 0 && C.head_dim_v <= 256);
+  static_assert(core::output_column(C, C.query_tiles) <= core::tensor_columns);
+  static_assert(C.stages >= 2 && (C.out_apart || panels_qk >= panels_v));
+  static_assert(!C.tma_out || C.out_dtype == C.dtype);
+};
+
+template <Fwd100Config C>
+__forceinline__ Fwd100Tile find_query_tiles(const FwdParams& params, int32 index) {
+  Fwd100Tile tile;
+  static_cast<FwdTile&>(tile) = find_tile<C>(params, index);
+#pragma unroll
+  for (int32 t = 0; t < C.query_tiles; ++t) {
+    tile.spans[t] = find_span<C>(tile, params, tile.q_begin + 128 * t, 128);
+  }
+  return tile;
+}
+
+__forceinline__ bool visits(const KeySpan& span, int32 block) {
+  return block >= span.begin && block < span.end;
+}
+
+// Where the n-th tile of keys of a query tile goes, and the parity of the barriers it completes.
+template <Fwd100Config C>
+__forceinline__ int32 slot_of(int32 query_tile, int32 n) {
+  return C.query_tiles == 2 ? query_tile : n % 2;
+}
+template <Fwd100Config C>
+__forceinline__ uint32 slot_parity(int32 n) {
+  return static_cast<uint32>(C.query_tiles == 2 ? n : n / 2) & 1u;
+}
+__forceinline__ uint32 parity_of(int32 n) { return static_cast<uint32>(n) & 1u; }
+
+// One arrival of a warp, after what each of its lanes did before.
+__forceinline__ void arrive_warp(Barrier& barrier) {
+  __syncwarp();
+  if (lane_index() == 0) mbarrier_arrive(barrier);
+}
+
+// Whether out of a query tile goes through shared memory: not where its rows end inside.
+template <Fwd100Config C>
+__forceinline__ bool is_staged(const Fwd100Tile& tile, int32 query_tile) {
+  if constexpr (!C.tma_out) return false;
+  if (tile.spans[query_tile].count() == 0) return false;
+  return !C.ragged || tile.q_begin + 128 * query_tile + 128 <= tile.capacity_q;
+}
+
+// The tile that this CTA works on; none behind the last.
+template <Fwd100Config C>
+__forceinline__ const Fwd100Tile* next_tile(Fwd100Plan<C>& plan, const RingState<2>& state) {
+  plan.tile_ring.wait_full(state);
+  const Fwd100Tile* tile = &plan.tiles[state.stage];
+  return tile->last != 0 ? nullptr : tile;
+}
+
+}  // namespace fovea::device
