@@ -88,8 +88,8 @@ struct Schedule {
   Policy policy = Policy::eager;
   std::uint64_t seed = 0;
   bool checks = true;
-  // tcgen05 products of a thread are done in issue order, as hardware is seen to do, instead of only
-  // where the manual promises an order; the checker then counts on it, too.
+  // tcgen05 products of a thread are done in issue order, as hardware is seen to do, instead of
+  // only where the manual promises an order; the checker then counts on it, too.
   bool in_order_tensor = false;
   std::uint64_t step_limit = std::uint64_t{1} << 34;  // warp instructions before "runs for ever"
   std::size_t max_faults = 32;
