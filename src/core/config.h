@@ -21,6 +21,13 @@ enum class ScoreTransform : uint8 {
   softcap
 };
 
+// How q, k and v reach shared memory.
+enum class Source : uint8 {
+  tma,    // by the copy engine, k and v in one piece
+  paged,  // by the copy engine, k and v page by page
+  gather  // by threads, row by row: any strides and alignment, any page size
+};
+
 // What the forward kernels are specialised on (device/fwd_sm90.cuh). A value of this struct is a
 // template argument, so every field is structural and has a default.
 struct FwdConfig {
@@ -35,8 +42,17 @@ struct FwdConfig {
   ScoreTransform transform = ScoreTransform::none;
   bool bound_right = false;  // causal, or a window's right bound: keys end by row
   bool bound_left = false;   // a window's left bound: keys begin by row
-  bool ragged = false;       // cu_seqlens or seqused are given
+  bool ragged = false;       // cu_seqlens, seqused or a block table are given
   bool has_sink = false;
+  Source source = Source::tma;
+  bool chunked = true;  // gather: rows are whole 16-byte chunks at 16-byte aligned addresses
+  bool packed = false;  // the query heads that share a key/value head are rows of one tile
+  bool split = false;   // tiles are parts of the keys; they leave out and lse of a part, in fp32
+  bool has_alibi = false;
+  bool has_bias = false;
+  DType bias_dtype = DType::f32;
+  bool has_mask = false;
+  bool has_dropout = false;
   bool tma_out = true;     // out has out_dtype == dtype and strides that the copy engine takes
   bool out_apart = true;   // out is staged in memory of its own, not in that of q
   bool persistent = true;  // CTAs take tile after tile
@@ -54,9 +70,18 @@ inline constexpr int32 panel_columns = 64;  // 16-bit elements in a row of the 1
 
 constexpr int32 panels(int32 columns) { return (columns + panel_columns - 1) / panel_columns; }
 constexpr bool is_windowed(const FwdConfig& c) { return c.bound_left || c.bound_right; }
+// Scores change by position, after the transform and in log2 units.
+constexpr bool modifies_scores(const FwdConfig& c) {
+  return c.has_alibi || c.has_bias || c.has_mask;
+}
+// A row may see less of a block than another row does, or drop some of what it sees.
+constexpr bool rows_differ(const FwdConfig& c) {
+  return is_windowed(c) || c.has_bias || c.has_mask || c.has_dropout;
+}
+constexpr DType stored_dtype(const FwdConfig& c) { return c.split ? DType::f32 : c.out_dtype; }
 constexpr int32 rows_of(const FwdConfig& c) { return 64 * c.warpgroups; }
 constexpr int32 query_box_rows(const FwdConfig& c) { return rows_of(c); }
-constexpr int32 out_box_rows(const FwdConfig&) { return 64; }
+constexpr int32 out_box_rows(const FwdConfig&) { return 16; }
 constexpr int32 threads_of(const FwdConfig& c) { return 128 * (c.warpgroups + 1); }
 
 // Dynamic shared memory: q, the rings of k and v, out where it is apart, barriers.
@@ -71,21 +96,34 @@ constexpr int32 shared_bytes(const FwdConfig& c) {
 inline constexpr int32 shared_limit_bytes = 232448;  // of a CTA on compute capability 9.0
 
 // Registers that setmaxnreg leaves to each thread; the pool is what the launch takes at entry.
-constexpr int32 producer_registers(const FwdConfig& c) { return c.warpgroups == 3 ? 32 : 24; }
-constexpr int32 consumer_registers(const FwdConfig& c) { return c.warpgroups == 3 ? 160 : 240; }
+constexpr int32 producer_registers(const FwdConfig& c) {
+  if (c.source == Source::gather) return c.warpgroups == 3 ? 56 : 40;
+  return c.warpgroups == 3 ? 32 : 24;
+}
+constexpr int32 consumer_registers(const FwdConfig& c) {
+  if (c.source == Source::gather) return c.warpgroups == 3 ? 152 : 232;
+  return c.warpgroups == 3 ? 160 : 240;
+}
 
 // Registers of a computing thread that hold a tile: scores, weights, output.
 constexpr int32 tile_registers(const FwdConfig& c) {
   return c.tile_k / 2 + c.tile_k / 4 + c.head_dim_v / 2;
 }
 
+// A tensor of 16-bit elements as threads read it.
+struct Rows {
+  const uint16* data = nullptr;
+  int64 stride[4] = {};  // batch or page, row, head, column; elements
+};
+
 // The parameter of the forward kernels. Boxes of the maps, all with the 128-byte swizzle and
-// dimensions (head_dim, row, head, batch): q {64, rows_of}, k and v {64, tile_k}, out {64, 64}.
+// dimensions (head_dim, row, head, batch): q {64, rows_of}, k and v {64, tile_k}, out {64, 16}.
+// Pages are the batch of k and v, in boxes {64, page_box}. Packed q has dimensions (head_dim, head
+// of the group, row, key/value head, batch) and boxes {64, group_size, queries_per_tile}.
 struct FwdParams {
   TensorMap q, k, v, out_map;
 
-  const uint16* keys = nullptr;  // k again, for the rare tile whose scores are taken a second time
-  int64 key_stride[3] = {};      // batch, row, head; elements
+  Rows q_rows, k_rows, v_rows;  // the same again, for gather and for the rare slow paths
   void* out = nullptr;
   int64 out_stride[4] = {};  // batch, row, head, column
   float* lse = nullptr;
@@ -123,7 +161,52 @@ struct FwdParams {
 
   int32 q_blocks = 0;  // of the longest sequence
   int32 section = 1;   // (batch, head) pairs whose tiles are dealt together, longest first
-  int32 tiles = 0;     // q_blocks * heads_q * batch
+  int32 tiles = 0;     // in all
+
+  int32 queries_per_tile = 0;  // rows_of, or as many as fit with all heads of a group
+
+  // Split keys: out and lse lie this many elements apart from part to part. The lse of a row that
+  // no query uses is +infinity, for the combining kernel to tell it from a row without keys.
+  int32 splits = 1;
+  int64 out_split_stride = 0;
+  int64 lse_split_stride = 0;
+
+  const int32* block_table = nullptr;  // of a sequence, [key / page_size]
+  int64 block_table_stride = 0;
+  int32 page_size = 0;
+  int32 page_box = 0;  // rows that one copy takes from a page; divides page_size and tile_k
+
+  const void* bias = nullptr;
+  int64 bias_stride[4] = {};  // batch, head, query, key
+  const uint8* mask = nullptr;
+  int64 mask_stride[4] = {};
+  const float* alibi = nullptr;
+  int64 alibi_stride[2] = {};  // batch, head
+
+  uint32 dropout_threshold = 0;  // core/dropout.h
+  uint32 dropout_key[2] = {};
+  float keep_scale = 1.0f;  // 1 / (1 - probability)
 };
+
+// The parameter of device/combine.cuh. Parts lie one behind the other, each as
+// out (batch, row, head, column) and lse (batch, row, head), dense.
+struct CombineParams {
+  const float* part_out = nullptr;
+  const float* part_lse = nullptr;
+  int32 splits = 0;
+  int64 batch = 0;
+  int64 rows = 0;
+  int32 heads = 0;
+  int32 head_dim_v = 0;
+
+  void* out = nullptr;
+  int64 out_stride[4] = {};     // batch, row, head, column
+  float* lse = nullptr;         // may be absent
+  int64 lse_stride[3] = {};     // batch, head, row
+  const float* sink = nullptr;  // may be absent
+  int64 sink_stride = 0;
+};
+
+inline constexpr int32 combine_threads = 256;
 
 }  // namespace fovea::core

@@ -23,12 +23,17 @@ constexpr Philox4 philox4x32(Philox4 counter, uint32 key0, uint32 key1) {
   return counter;
 }
 
+// The offset, which callers advance between calls, enters the key by a bijective mix so that
+// (seed, offset) pairs differ.
+constexpr uint64 dropout_key(const Dropout& dropout) {
+  return dropout.seed ^ (dropout.offset * 0x9E3779B97F4A7C15ull);
+}
+
 // Four consecutive columns share one Philox call: column / 4 counts, column % 4 picks the word.
-// The counter holds (column / 4, row, head, batch), each below 2^32; the offset, which callers
-// advance between calls, enters the key by a bijective mix so that (seed, offset) pairs differ.
+// The counter holds (column / 4, row, head, batch), each below 2^32.
 constexpr Philox4 dropout_words(const Dropout& dropout, int64 batch, int64 head, int64 row,
                                 int64 column_div_4) {
-  const uint64 mixed = dropout.seed ^ (dropout.offset * 0x9E3779B97F4A7C15ull);
+  const uint64 mixed = dropout_key(dropout);
   return philox4x32({{static_cast<uint32>(column_div_4), static_cast<uint32>(row),
                       static_cast<uint32>(head), static_cast<uint32>(batch)}},
                     static_cast<uint32>(mixed), static_cast<uint32>(mixed >> 32));

@@ -180,7 +180,7 @@ constexpr int32 pattern_bytes(int32 bytes) {
 
 // The parameter of the fp8 kernels. Boxes of the maps: q {pattern, rows_of}, k {pattern, tile_k}
 // with pattern = pattern_bytes(head_dim), (head_dim, row, head, batch); v {pattern_bytes(tile_k),
-// head_dim_v}, (key, column, head, batch); out as for 16 bits. `keys` and key_stride are k's.
+// head_dim_v}, (key, column, head, batch); out as for 16 bits. k_rows is k.
 struct FwdFp8Params : FwdParams {
   const float* q_scale = nullptr;
   int64 q_scale_stride[2] = {};  // batch, head

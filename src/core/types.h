@@ -76,6 +76,8 @@ struct Problem {
   int64 seqlen_q = 0;  // rows per sequence (dense), longest sequence (varlen)
   int64 seqlen_k = 0;
   int64 total_q = 0;  // rows of q and out in all, slack included (varlen only)
+  int64 total_k = 0;  // rows of k and v in all (varlen only)
+  int64 pages = 0;    // of k and v (paged only)
   int32 heads_q = 0;
   int32 heads_kv = 0;
   int32 head_dim = 0;    // of q and k

@@ -471,9 +471,10 @@ struct Fp8Compute {
     int32 lane = lane_index();
     // No instruction: what follows from it is not worth registers all along the tile.
     asm volatile("" : "+r"(lane));
-    const int64 stride = params.key_stride[1];
-    const uint8* keys = reinterpret_cast<const uint8*>(params.keys) +
-                        tile.batch_k * params.key_stride[0] + tile.head_kv * params.key_stride[2] +
+    const int64 stride = params.k_rows.stride[1];
+    const uint8* keys = reinterpret_cast<const uint8*>(params.k_rows.data) +
+                        tile.batch_k * params.k_rows.stride[0] +
+                        tile.head_kv * params.k_rows.stride[2] +
                         (tile.row_k + block * C.tile_k + lane / 4) * stride + 4 * (lane % 4);
     const int32 row = 64 * warpgroup + 16 * warp() + StoreMatrixX4::row(lane);
 #pragma unroll 1

@@ -17,153 +17,12 @@
 // The softmax keeps no running maximum in tiles that no mask touches: docs/kernels/softmax.md.
 #pragma once
 
-#include "core/config.h"
-#include "device/fwd_tiles.h"
-#include "device/pipeline.h"
-#include "device/scores.h"
-#include "device/tma.h"
+#include "core/softmax.h"
+#include "device/fwd_exact_row.h"
+#include "device/fwd_load_sm90.h"
 #include "device/wgmma.h"
 
 namespace fovea::device {
-
-using core::FwdConfig;
-
-// ---- Plan: shared memory, barriers, registers ---------------------------------------------------
-
-// Tiles are panels of 64 columns, each [row][64] with the 128-byte swizzle.
-template <FwdConfig C>
-struct FwdPlan {
-  static constexpr int32 rows = core::rows_of(C);
-  static constexpr int32 panels_qk = core::panels(C.head_dim);
-  static constexpr int32 panels_v = core::panels(C.head_dim_v);
-  static constexpr uint32 row_bytes = 2 * core::panel_columns;
-  static constexpr uint32 group_bytes = 8 * row_bytes;  // 8 rows: the period of the swizzle
-  static constexpr uint32 q_bytes = rows * panels_qk * row_bytes;
-  static constexpr uint32 k_bytes = C.tile_k * panels_qk * row_bytes;
-  static constexpr uint32 v_bytes = C.tile_k * panels_v * row_bytes;
-  static constexpr int32 out_panels = C.out_apart ? panels_v : 0;
-
-  alignas(1024) uint8 q[q_bytes];
-  alignas(1024) uint8 k[C.stages][k_bytes];
-  alignas(1024) uint8 v[C.stages][v_bytes];
-  alignas(1024) uint8 out[C.out_apart ? rows * panels_v * row_bytes : 1024];
-  Ring<C.stages> k_ring;  // full: 1 producer and the bytes; free: each computing warp
-  Ring<C.stages> v_ring;
-  Ring<1> q_ring;
-  Ring<2> tile_ring;  // full: 1 producer; free: each computing warp
-  FwdTile tiles[2];
-
-  static constexpr uint32 consumer_warps = 4 * C.warpgroups;
-  static constexpr int32 consumer_threads = 128 * C.warpgroups;
-
-  // Named barriers. 0 is __syncthreads.
-  static constexpr int32 turn_barrier = 1;     // + warpgroup: its turn to issue products
-  static constexpr int32 group_barrier = 5;    // + warpgroup: its own 128 threads
-  static constexpr int32 compute_barrier = 9;  // all computing threads
-
-  static_assert(C.dtype == DType::bf16 || C.dtype == DType::f16);
-  static_assert(C.warpgroups == 2 || C.warpgroups == 3, "the register pool is split for these");
-  static_assert(C.head_dim % 16 == 0 && C.head_dim_v % 16 == 0);
-  static_assert(C.head_dim <= 256 && C.head_dim_v <= 256);
-  static_assert(C.tile_k % 16 == 0 && C.tile_k <= 256);
-  static_assert(C.out_apart || C.head_dim >= C.head_dim_v, "out is staged where q was");
-  static_assert(!C.tma_out || C.out_dtype == C.dtype);
-};
-
-// ---- Role: load, one thread ---------------------------------------------------------------------
-
-template <FwdConfig C>
-struct Load {
-  FwdPlan<C>& plan;
-  const FwdParams& params;
-  RingState<C.stages> k_state, v_state;
-  RingState<1> q_state;
-  RingState<2> tile_state;
-
-  __forceinline__ void load_q(const FwdTile& tile) {
-    plan.q_ring.wait_free(q_state);
-    plan.q_ring.expect(q_state, FwdPlan<C>::q_bytes);
-    const CachePolicy once = cache_policy_evict_first();
-#pragma unroll
-    for (int32 panel = 0; panel < FwdPlan<C>::panels_qk; ++panel) {
-      const SharedAddress target =
-          shared_address(plan.q) + panel * FwdPlan<C>::rows * FwdPlan<C>::row_bytes;
-      tma_load(target, &params.q, plan.q_ring.full[0],
-               {panel * core::panel_columns, tile.row_q + tile.q_begin, tile.head, tile.batch_q},
-               once);
-    }
-    q_state.advance();
-  }
-
-  template <int32 panel_count>
-  __forceinline__ void load_keys(const TensorMap* map, Ring<C.stages>& ring,
-                                 RingState<C.stages>& state, const uint8* memory,
-                                 const FwdTile& tile, int32 block) {
-    constexpr uint32 panel_bytes = C.tile_k * FwdPlan<C>::row_bytes;
-    ring.wait_free(state);
-    ring.expect(state, panel_count * panel_bytes);
-    const CachePolicy again = cache_policy_evict_last();
-    const SharedAddress target =
-        shared_address(memory) + static_cast<uint32>(state.stage) * (panel_count * panel_bytes);
-#pragma unroll
-    for (int32 panel = 0; panel < panel_count; ++panel) {
-      tma_load(
-          target + panel * panel_bytes, map, ring.full[state.stage],
-          {panel * core::panel_columns, tile.row_k + block * C.tile_k, tile.head_kv, tile.batch_k},
-          again);
-    }
-    state.advance();
-  }
-
-  // Tells the computing warps which tile comes next.
-  __forceinline__ void publish(const FwdTile& tile) {
-    plan.tile_ring.wait_free(tile_state);
-    plan.tiles[tile_state.stage] = tile;
-    mbarrier_arrive(plan.tile_ring.full[tile_state.stage]);
-    tile_state.advance();
-  }
-
-  // Values lag one block behind keys, as the products do.
-  __forceinline__ void load_tile(const FwdTile& tile) {
-    load_q(tile);
-    for (int32 block = tile.end - 1; block >= tile.begin - 1; --block) {
-      if (block >= tile.begin) {
-        load_keys<FwdPlan<C>::panels_qk>(&params.k, plan.k_ring, k_state, plan.k[0], tile, block);
-      }
-      if (block + 1 < tile.end) {
-        load_keys<FwdPlan<C>::panels_v>(&params.v, plan.v_ring, v_state, plan.v[0], tile,
-                                        block + 1);
-      }
-    }
-  }
-
-  // Tiles as they come: the first by place, further ones from a counter that all CTAs share, or,
-  // without one, in rounds. The counter's answer is awaited under the loads of the tile before.
-  __forceinline__ int32 next(int32 round) {
-    if (params.scheduler == nullptr || round == 0) return tile_index(round);
-    return static_cast<int32>(gridDim.x + atomicAdd(params.scheduler, 1u));
-  }
-
-  __forceinline__ void run() {
-    FwdTile tile;
-    int32 index = next(0);
-    for (int32 round = 1; index < params.tiles; ++round) {
-      tile = find_tile<C>(params, index);
-      const bool exists = tile.exists();
-      if (exists) publish(tile);
-      index = C.persistent ? next(round) : params.tiles;
-      if (exists && tile.count() > 0) load_tile(tile);
-    }
-    tile.last = 1;
-    publish(tile);
-    if (C.persistent && params.scheduler != nullptr) {
-      // The last CTA to ask leaves the counters as it found them.
-      if (atomicAdd(params.scheduler + 1, 1u) == gridDim.x - 1) {
-        params.scheduler[0] = params.scheduler[1] = 0;
-      }
-    }
-  }
-};
 
 // ---- Role: compute, one warpgroup ---------------------------------------------------------------
 //
@@ -257,18 +116,28 @@ struct Compute {
 
   // -- Scores
 
-  __forceinline__ float scale() const {
-    return C.transform == ScoreTransform::none ? params.scale_log2 : 1.0f;
+  __forceinline__ float scale() const { return score_scale<C>(params); }
+
+  __forceinline__ FwdRow row_of(const FwdTile& tile, int32 half) const {
+    return find_row<C>(params, tile, first_row() + 8 * half);
   }
 
-  __forceinline__ void transform() {
-    if constexpr (C.transform == ScoreTransform::scale) {
+  // From raw products to scores.
+  __forceinline__ void transform(const FwdTile& tile, int32 block) {
+    if constexpr (C.transform != ScoreTransform::none) {
 #pragma unroll
-      for (int32 i = 0; i < score_count; ++i) scores[i] *= params.transform_in;
-    } else if constexpr (C.transform == ScoreTransform::softcap) {
+      for (int32 i = 0; i < score_count; ++i) scores[i] = transformed<C>(params, scores[i]);
+    }
+    if constexpr (core::modifies_scores(C)) {
+      const int32 origin = block * C.tile_k + 2 * (lane_index() % 4);
 #pragma unroll
-      for (int32 i = 0; i < score_count; ++i) {
-        scores[i] = tanh_accurate(scores[i] * params.transform_in) * params.transform_out;
+      for (int32 half = 0; half < 2; ++half) {
+        const ScoreRow<C> row(params, tile, row_of(tile, half));
+#pragma unroll
+        for (int32 i = 2 * half; i < score_count; i += 4) {
+          scores[i] = row.modified(scores[i], origin + 2 * i - 4 * half);
+          scores[i + 1] = row.modified(scores[i + 1], origin + 2 * i - 4 * half + 1);
+        }
       }
     }
   }
@@ -282,8 +151,7 @@ struct Compute {
       int32 begin = 0;
       int32 end = tile.length_k;
       if constexpr (core::is_windowed(C)) {
-        const int32 position =
-            tile.q_begin + first_row() + 8 * half + tile.length_k - tile.length_q;
+        const int32 position = row_of(tile, half).query + tile.length_k - tile.length_q;
         if constexpr (C.bound_left) begin = max(0, position - params.window_left);
         if constexpr (C.bound_right) end = min(end, position + params.window_right + 1);
       }
@@ -373,31 +241,49 @@ struct Compute {
     }
   }
 
+  // Distance of neighbouring elements of a key.
+  __forceinline__ int64 key_step() const {
+    return C.source == Source::gather && !C.chunked ? params.k_rows.stride[3] : 1;
+  }
+
+  // Two neighbouring elements of a key that has `left` of them from there on, then zeros.
+  __forceinline__ uint32 load_pair(const uint16* at, int32 left) const {
+    if constexpr (C.source == Source::gather && !C.chunked) {
+      const uint32 low = left > 0 ? at[0] : 0u;
+      const uint32 high = left > 1 ? at[key_step()] : 0u;
+      return low | (high << 16);
+    }
+    return left > 0 ? *reinterpret_cast<const uint32*>(at) : 0u;
+  }
+
   // The scores of an unmasked tile again, this warp's 16 rows, by mma and from global memory: the
   // ring has let go of the keys.
   __forceinline__ void compute_scores_again(const FwdTile& tile, int32 block) {
 #pragma unroll
     for (int32 i = 0; i < score_count; ++i) scores[i] = 0.0f;
     const int32 lane = lane_index();
-    const int64 stride = params.key_stride[1];
-    const uint16* keys = params.keys + tile.batch_k * params.key_stride[0] +
-                         tile.head_kv * params.key_stride[2] +
-                         (tile.row_k + block * C.tile_k + lane / 4) * stride + 2 * (lane % 4);
+    const int64 stride = params.k_rows.stride[1];
+    const int32 first_key = block * C.tile_k + lane / 4;
+    const uint16* first =
+        key_row<C>(params, params.k_rows, tile, first_key) + 2 * (lane % 4) * key_step();
     const int32 row = 64 * warpgroup + 16 * warp() + StoreMatrixX4::row(lane);
 #pragma unroll 1
     for (int32 d = 0; d < C.head_dim; d += 16) {
       uint32 a[4];
       load_matrix_x4(a, shared_address(plan.q) + panel_offset(Swizzle::b128, Plan::rows, row,
                                                               2 * (d + StoreMatrixX4::col(lane))));
-      const bool low = d + 2 * (lane % 4) < params.head_dim;
-      const bool high = d + 8 + 2 * (lane % 4) < params.head_dim;
-      const uint16* key = keys + d;
+      const int32 left = params.head_dim - d - 2 * (lane % 4);
+      const uint16* key = first + d * key_step();
 #pragma unroll
       for (int32 n = 0; n < C.tile_k / 8; ++n, key += 8 * stride) {
+        if constexpr (C.source != Source::tma) {
+          key = key_row<C>(params, params.k_rows, tile, first_key + 8 * n) +
+                (d + 2 * (lane % 4)) * key_step();
+        }
         // No instruction: one address and one load at a time, since registers are dearer than time.
         asm volatile("" : "+l"(key)::"memory");
-        const uint32 b0 = low ? *reinterpret_cast<const uint32*>(key) : 0u;
-        const uint32 b1 = high ? *reinterpret_cast<const uint32*>(key + 8) : 0u;
+        const uint32 b0 = load_pair(key, left);
+        const uint32 b1 = load_pair(key + 8 * key_step(), left - 8);
         if constexpr (C.dtype == DType::bf16) {
           mma_bf16(scores[4 * n], scores[4 * n + 1], scores[4 * n + 2], scores[4 * n + 3], a, b0,
                    b1);
@@ -407,7 +293,7 @@ struct Compute {
         }
       }
     }
-    transform();
+    transform(tile, block);
   }
 
   // A vote fell: some row of this warp has outgrown its reference. Nothing is in flight here.
@@ -436,7 +322,34 @@ struct Compute {
     scale_output(factor);
   }
 
-  __forceinline__ void convert() {
+  // Zeroes the weights that dropout takes. Two lanes hold four neighbouring columns, which share
+  // random words, of two rows: each draws the words of one row and gives half of them away.
+  __forceinline__ void drop(const FwdTile& tile, int32 block) {
+    const bool odd = lane_index() % 2 != 0;
+    const FwdRow own = row_of(tile, odd ? 1 : 0);
+    const int32 group = (block * C.tile_k + 2 * (lane_index() % 4)) / 4;
+#pragma unroll
+    for (int32 j = 0; j < C.tile_k / 8; ++j) {
+      const core::Philox4 drawn = dropout_words(params, tile, own, group + 2 * j);
+      uint32 words[2][2];  // [half][column]
+#pragma unroll
+      for (int32 column = 0; column < 2; ++column) {
+        const uint32 given = odd ? drawn.word[column] : drawn.word[2 + column];
+        const uint32 kept = odd ? drawn.word[2 + column] : drawn.word[column];
+        const uint32 got = __shfl_xor_sync(0xffffffffu, given, 1);
+        words[0][column] = odd ? got : kept;
+        words[1][column] = odd ? kept : got;
+      }
+#pragma unroll
+      for (int32 i = 0; i < 4; ++i) {
+        if (words[i / 2][i % 2] < params.dropout_threshold) scores[4 * j + i] = 0.0f;
+      }
+    }
+  }
+
+  // From exponentials to weights.
+  __forceinline__ void convert(const FwdTile& tile, int32 block) {
+    if constexpr (C.has_dropout) drop(tile, block);
 #pragma unroll
     for (int32 i = 0; i < score_count / 2; ++i) {
       weights[i / 4][i % 4] = pack<C.dtype>(scores[2 * i], scores[2 * i + 1]);
@@ -446,7 +359,7 @@ struct Compute {
   // -- Values that no row sees: 0 x NaN is NaN, so their rows are cleared before the product.
 
   __forceinline__ void clear_unseen_values(const FwdTile& tile, int32 block) {
-    if constexpr (core::is_windowed(C) || C.ragged) {
+    if constexpr ((core::is_windowed(C) || C.ragged) && C.source != Source::gather) {
       const int32 begin = max(0, tile.key_begin - block * C.tile_k);
       const int32 end = min(C.tile_k, tile.key_end - block * C.tile_k);
       if (begin == 0 && end == C.tile_k) return;
@@ -485,12 +398,12 @@ struct Compute {
     wgmma_wait<0>();
     wgmma_hold(scores);
     release_k();
-    transform();
     const int32 block = tile.end - 1;
+    transform(tile, block);
     if (core::is_windowed(C) || block >= tile.full_end) mask(tile, block);
     float factor[2];
     exponentiate_exact(factor);
-    convert();
+    convert(tile, block);
     if (tile.count() > 1) clear_unseen_values(tile, block);
   }
 
@@ -518,7 +431,7 @@ struct Compute {
     }
     wgmma_hold(scores);
     release_k();
-    transform();
+    transform(tile, block);
     if constexpr (masked || C.softmax != SoftmaxPolicy::sum_guard) {
       if constexpr (masked) mask(tile, block);
       float factor[2];
@@ -539,7 +452,7 @@ struct Compute {
         sum[1] += part[1];
       }
     }
-    convert();
+    convert(tile, block);
   }
 
   // The last block's output.
@@ -554,52 +467,77 @@ struct Compute {
 
   // -- Results
 
-  // Divides by the sum, writes the LSE.
-  __forceinline__ void finish(const FwdTile& tile) {
+  // Divides by the sum, writes the LSE. Gives the rows of this warp, a bit for each of its 16,
+  // whose result is not finite although some of the values it met were not the row's to see.
+  __forceinline__ uint32 finish(const FwdTile& tile) {
     float factor[2];
     bool alive[2];
 #pragma unroll
     for (int32 half = 0; half < 2; ++half) {
-      const int32 row = tile.q_begin + first_row() + 8 * half;
+      const FwdRow row = row_of(tile, half);
       const float seen = quad_sum(sum[half]);  // of every lane: no branch around it
-      float total = seen;
-      float top = reference[half];
-      float share = 1.0f;
-      if constexpr (C.has_sink) {
-        const float sink = params.sink[tile.head * params.sink_stride] * core::log2_e;
-        top = sink > reference[half] ? sink : reference[half];
-        const float base = top > -infinity ? top : 0.0f;
-        share = exp2_approximate(reference[half] - base);
-        total = fmaf(total, share, exp2_approximate(sink - base));
-      }
-      const bool used = row < tile.length_q;
+      const RowTotal all = total_of<C>(params, row.head, reference[half], seen);
+      const bool used = row.query < tile.length_q;
       alive[half] = used && !(seen == 0.0f);
-      factor[half] = share * reciprocal_approximate(total);
-      if (params.lse != nullptr && lane_index() % 4 == 0 && row < tile.capacity_q) {
-        const bool some = used && !(total == 0.0f);
-        params.lse[tile.batch_q * params.lse_stride[0] + tile.head * params.lse_stride[1] +
-                   (tile.row_q + row) * params.lse_stride[2]] =
-            some ? (top + log2_approximate(total)) * core::ln_2 : -infinity;
+      factor[half] = all.share * reciprocal_approximate(all.total);
+      if constexpr (C.has_dropout) factor[half] *= params.keep_scale;
+      if (params.lse != nullptr && lane_index() % 4 == 0 && row.query < tile.capacity_q) {
+        const bool some = used && !(all.total == 0.0f);
+        const float none = C.split && !used ? infinity : -infinity;
+        params.lse[lse_offset(tile, row)] =
+            some ? (all.top + log2_approximate(all.total)) * core::ln_2 : none;
       }
     }
+    float zero[2] = {0.0f, 0.0f};  // or NaN
 #pragma unroll
     for (int32 i = 0; i < output_count; ++i) {
       const int32 half = (i / 2) % 2;
       output[i] = alive[half] ? output[i] * factor[half] : 0.0f;
+      if constexpr (core::rows_differ(C)) zero[half] = fmaf(output[i], 0.0f, zero[half]);
     }
+    uint32 broken = 0;
+    if constexpr (core::rows_differ(C)) {
+#pragma unroll
+      for (int32 half = 0; half < 2; ++half) {
+        const float all_columns = quad_sum(zero[half]);  // of every lane, as above
+        const bool here = row_of(tile, half).query < tile.length_q;
+        const uint32 lanes = __ballot_sync(0xffffffffu, here && !(all_columns == 0.0f));
+        // One lane of each quad stands for its row.
+#pragma unroll
+        for (int32 row = 0; row < 8; ++row) {
+          broken |= ((lanes >> (4 * row)) & 1u) << (row + 8 * half);
+        }
+      }
+    }
+    return broken;
   }
 
-  // Through shared memory, in one piece.
+  __forceinline__ int64 lse_offset(const FwdTile& tile, FwdRow row) const {
+    int64 offset = tile.batch_q * params.lse_stride[0] + row.head * params.lse_stride[1] +
+                   (tile.row_q + row.query) * params.lse_stride[2];
+    if constexpr (C.split) offset += tile.split * params.lse_split_stride;
+    return offset;
+  }
+
+  __forceinline__ int64 out_offset(const FwdTile& tile, FwdRow row) const {
+    int64 offset = tile.batch_q * params.out_stride[0] +
+                   (tile.row_q + row.query) * params.out_stride[1] +
+                   row.head * params.out_stride[2];
+    if constexpr (C.split) offset += tile.split * params.out_split_stride;
+    return offset;
+  }
+
+  // Through shared memory, this warp's 16 rows in one piece.
   __forceinline__ void store_tile(const FwdTile& tile) {
     const SharedAddress staging = C.out_apart ? shared_address(plan.out) : shared_address(plan.q);
-    const bool leader = threadIdx.x % 128 == 0;
+    const int32 lane = lane_index();
     if constexpr (C.out_apart) {
       // The tile before has left.
-      if (leader) bulk_wait_read<0>();
-      named_barrier_sync<128>(Plan::group_barrier + warpgroup);
+      if (lane == 0) bulk_wait_read<0>();
+      __syncwarp();
     }
-    const int32 lane = lane_index();
-    const int32 row = 64 * warpgroup + 16 * warp() + StoreMatrixX4::row(lane);
+    const int32 first = 64 * warpgroup + 16 * warp();
+    const int32 row = first + StoreMatrixX4::row(lane);
 #pragma unroll
     for (int32 j = 0; j < 4 * Plan::panels_v; ++j) {  // 16 columns each; zeros fill the last panel
       uint32 words[4] = {};
@@ -614,24 +552,22 @@ struct Compute {
       store_matrix_x4(staging + offset, words[0], words[1], words[2], words[3]);
     }
     fence_proxy_async_shared();
-    named_barrier_sync<128>(Plan::group_barrier + warpgroup);
-    if (leader) {
+    __syncwarp();
+    if (lane == 0) {
 #pragma unroll
       for (int32 panel = 0; panel < Plan::panels_v; ++panel) {
-        tma_store(&params.out_map,
-                  staging + (panel * Plan::rows + 64 * warpgroup) * Plan::row_bytes,
-                  {panel * core::panel_columns, tile.row_q + tile.q_begin + 64 * warpgroup,
-                   tile.head, tile.batch_q});
+        tma_store(&params.out_map, staging + (panel * Plan::rows + first) * Plan::row_bytes,
+                  {panel * core::panel_columns, tile.row_q + tile.q_begin + first, tile.head,
+                   tile.batch_q});
       }
       bulk_commit();
+      // q may be overwritten only when out has been read.
       if constexpr (!C.out_apart) bulk_wait_read<0>();
     }
-    // q may be overwritten only when out has been read.
-    if constexpr (!C.out_apart) named_barrier_sync<128>(Plan::group_barrier + warpgroup);
   }
 
   __forceinline__ void store_element(int64 offset, float value) {
-    if constexpr (C.out_dtype == DType::f32) {
+    if constexpr (core::stored_dtype(C) == DType::f32) {
       static_cast<float*>(params.out)[offset] = value;
     } else {
       static_cast<uint16*>(params.out)[offset] =
@@ -643,11 +579,9 @@ struct Compute {
   __forceinline__ void store_rows(const FwdTile& tile) {
 #pragma unroll
     for (int32 half = 0; half < 2; ++half) {
-      const int32 row = tile.q_begin + first_row() + 8 * half;
-      if (row >= tile.capacity_q) continue;
-      const int64 base = tile.batch_q * params.out_stride[0] +
-                         (tile.row_q + row) * params.out_stride[1] +
-                         tile.head * params.out_stride[2];
+      const FwdRow row = row_of(tile, half);
+      if (row.query >= tile.capacity_q) continue;
+      const int64 base = out_offset(tile, row);
 #pragma unroll
       for (int32 j = 0; j < C.head_dim_v / 8; ++j) {
         const int32 column = 8 * j + 2 * (lane_index() % 4);
@@ -668,14 +602,37 @@ struct Compute {
     }
   }
 
+  // Rows of this warp again, one by one, over what store_rows() left there.
+  __forceinline__ void store_exactly(const FwdTile& tile, uint32 broken) {
+    __syncwarp();
+#pragma unroll 1
+    for (int32 i = 0; i < 16; ++i) {
+      if (((broken >> i) & 1u) == 0) continue;
+      const FwdRow row = find_row<C>(params, tile, 64 * warpgroup + 16 * warp() + i);
+      ExactRow<C> exact{params, tile, row};
+      exact.run();
+      const int64 base = out_offset(tile, row);
+#pragma unroll
+      for (int32 slot = 0; slot < ExactRow<C>::output_slots; ++slot) {
+        const int32 column = lane_index() + 32 * slot;
+        if (column < params.head_dim_v) {
+          store_element(base + column * params.out_stride[3], exact.output[slot]);
+        }
+      }
+    }
+  }
+
   __forceinline__ void store(const FwdTile& tile) {
-    finish(tile);
+    const uint32 broken = finish(tile);
     // Tiles of a packed tensor end where the next sequence begins.
-    const int32 last = tile.q_begin + 64 * warpgroup + 64;
-    if (C.tma_out && (!C.ragged || last <= tile.capacity_q)) {
+    const int32 last = tile.q_begin + 64 * warpgroup + 16 * warp() + 16;
+    if (C.tma_out && broken == 0 && (!C.ragged || last <= tile.capacity_q)) {
       store_tile(tile);
     } else {
       store_rows(tile);
+    }
+    if constexpr (core::rows_differ(C)) {
+      if (broken != 0) store_exactly(tile, broken);
     }
     if constexpr (!C.out_apart && C.tma_out) release_q();
   }
@@ -728,7 +685,7 @@ struct Compute {
     // The last turn passed is nobody's: take it, so that the barrier ends as it began.
     if (C.ping_pong && warpgroup == 0) named_barrier_sync<256>(Plan::turn_barrier);
     // Shared memory outlives the stores that read it.
-    if (C.tma_out && threadIdx.x % 128 == 0) bulk_wait_read<0>();
+    if (C.tma_out && lane_index() == 0) bulk_wait_read<0>();
   }
 };
 
@@ -741,21 +698,32 @@ __device__ void fwd(const FwdParams& params) {
   static_assert(sizeof(FwdPlan<C>) <= core::shared_limit_bytes);
 
   if (threadIdx.x == 0) {
-    plan.tile_ring.init(1, FwdPlan<C>::consumer_warps);
-    plan.q_ring.init(1, FwdPlan<C>::consumer_warps);
-    plan.k_ring.init(1, FwdPlan<C>::consumer_warps);
-    plan.v_ring.init(1, FwdPlan<C>::consumer_warps);
-    fence_mbarrier_init();
-    tma_prefetch_map(&params.q);
-    tma_prefetch_map(&params.k);
-    tma_prefetch_map(&params.v);
+    plan.init_barriers();
+    if constexpr (C.source != Source::gather) {
+      tma_prefetch_map(&params.q);
+      tma_prefetch_map(&params.k);
+      tma_prefetch_map(&params.v);
+    }
+  }
+  if constexpr (C.packed) {
+    // Rows that stand for no query are never loaded, but multiplied.
+    for (uint32 i = 16 * threadIdx.x; i < FwdPlan<C>::q_bytes; i += 16 * blockDim.x) {
+      store_shared_x4(shared_address(plan.q) + i, uint4{0, 0, 0, 0});
+    }
+    fence_proxy_async_shared();
   }
   __syncthreads();
 
   const int32 warp = warp_index();
   if (warp < 4) {
     registers_shrink<core::producer_registers(C)>();
-    if (warp == 0 && elect_one()) Load<C>{plan, params}.run();
+    if constexpr (C.source == Source::gather) {
+      Gather<C>{plan, params, warp}.run();
+    } else if constexpr (C.source == Source::paged) {
+      if (warp == 0) Load<C>{plan, params}.run();
+    } else {
+      if (warp == 0 && elect_one()) Load<C>{plan, params}.run();
+    }
   } else {
     registers_grow<core::consumer_registers(C)>();
     Compute<C>{plan, params, warp / 4 - 1}.run();

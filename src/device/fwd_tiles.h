@@ -1,7 +1,9 @@
 // The work list of the forward kernels: from the index of a tile to its rows and keys.
 //
 // Functions take the kernel's configuration as a template argument C of either chip's type and read
-// what both have: tile_k, bound_left, bound_right, ragged, and core::rows_of(C).
+// what both have: tile_k, bound_left, bound_right, ragged, and core::rows_of(C). Packed heads,
+// split keys and sources of keys other than the copy engine are features that a configuration may
+// lack.
 #pragma once
 
 #include "core/config.h"
@@ -10,7 +12,21 @@
 
 namespace fovea::device {
 
+using core::FwdConfig;
 using core::FwdParams;
+using core::Source;
+
+template <auto C>
+__forceinline__ constexpr bool is_packed() {
+  if constexpr (requires { C.packed; }) return C.packed;
+  return false;
+}
+
+template <auto C>
+__forceinline__ constexpr bool is_split() {
+  if constexpr (requires { C.split; }) return C.split;
+  return false;
+}
 
 // Blocks of tile_k keys that some rows visit (core/mask.h): [begin, full_begin) and [full_end, end)
 // are touched by a mask, and keys outside [key_begin, key_end) are seen by none of the rows.
@@ -21,10 +37,11 @@ struct KeySpan {
   __forceinline__ int32 count() const { return end - begin; }
 };
 
-// Rows [q_begin, q_begin + rows) of one head of one sequence, and the keys they visit.
+// Queries from q_begin on, of one head (packed: of the heads of one group) of one sequence, and the
+// keys they visit.
 struct FwdTile : KeySpan {
-  int32 sequence;
-  int32 head, head_kv;
+  int32 head, head_kv;  // packed: head is the first of the group
+  int32 sequence, split;
   int32 batch_q, batch_k;  // coordinates in q and out, k and v
   int32 row_q, row_k;      // first row of the sequence there
   int32 capacity_q, length_q, length_k;
@@ -37,7 +54,7 @@ struct FwdTile : KeySpan {
 
 template <auto C>
 __forceinline__ void find_sequence(FwdTile& tile, const FwdParams& params, int32 b) {
-  tile.batch_q = tile.batch_k = b;
+  tile.sequence = tile.batch_q = tile.batch_k = b;
   tile.row_q = tile.row_k = 0;
   tile.capacity_q = tile.length_q = params.seqlen_q;
   tile.length_k = params.seqlen_k;
@@ -92,26 +109,59 @@ __forceinline__ KeySpan find_span(const FwdTile& tile, const FwdParams& params, 
   return span;
 }
 
+// Leaves of a span the blocks of one part. Parts of a short span may be empty.
+template <auto C>
+__forceinline__ KeySpan part_of(KeySpan span, int32 part, int32 parts) {
+  const auto cut = [&](int64 index) {
+    return span.begin + static_cast<int32>(span.count() * index / parts);
+  };
+  const int32 begin = cut(part);
+  const int32 end = cut(part + 1);
+  const auto inside = [&](int32 block) { return min(max(block, begin), end); };
+  span.full_begin = inside(span.full_begin);
+  span.full_end = inside(span.full_end);
+  span.key_begin = max(span.key_begin, begin * C.tile_k);
+  span.key_end = min(span.key_end, end * C.tile_k);
+  span.begin = begin;
+  span.end = end;
+  return span;
+}
+
+template <auto C>
+__forceinline__ int32 queries_per_tile(const FwdParams& params) {
+  return is_packed<C>() ? params.queries_per_tile : core::rows_of(C);
+}
+
 // Tiles of `section` (batch, head) pairs are dealt together, so that their keys stay in L2; within
-// a section the last rows, which see most keys under a causal mask, come first.
+// a section the last rows, which see most keys under a causal mask, come first. Parts of the same
+// rows follow each other.
 template <auto C>
 __forceinline__ FwdTile find_tile(const FwdParams& params, int32 index) {
-  const int32 pairs = params.batch * params.heads_q;
+  FwdTile tile;
+  tile.split = 0;
+  if constexpr (is_split<C>()) {
+    tile.split = index % params.splits;
+    index /= params.splits;
+  }
+  const int32 heads = is_packed<C>() ? params.heads_q / params.group_size : params.heads_q;
+  const int32 pairs = params.batch * heads;
   const int32 section = index / (params.section * params.q_blocks);
   const int32 first = section * params.section;
   const int32 width = min(params.section, pairs - first);
   const int32 rest = index - first * params.q_blocks;
   const int32 block = params.q_blocks - 1 - rest / width;
   const int32 pair = first + rest % width;
-  FwdTile tile;
-  const int32 b = pair / params.heads_q;
-  tile.sequence = b;
-  tile.head = pair - b * params.heads_q;
-  tile.head_kv = tile.head / params.group_size;
+  const int32 b = pair / heads;
+  const int32 head = pair - b * heads;
+  tile.head = is_packed<C>() ? head * params.group_size : head;
+  tile.head_kv = is_packed<C>() ? head : head / params.group_size;
   tile.last = 0;
-  tile.q_begin = block * core::rows_of(C);
+  const int32 queries = queries_per_tile<C>(params);
+  tile.q_begin = block * queries;
   find_sequence<C>(tile, params, b);
-  static_cast<KeySpan&>(tile) = find_span<C>(tile, params, tile.q_begin, core::rows_of(C));
+  KeySpan span = find_span<C>(tile, params, tile.q_begin, queries);
+  if constexpr (is_split<C>()) span = part_of<C>(span, tile.split, params.splits);
+  static_cast<KeySpan&>(tile) = span;
   return tile;
 }
 
@@ -121,6 +171,37 @@ __forceinline__ int32 tile_index(int32 round) {
   const int32 width = static_cast<int32>(gridDim.x);
   const int32 place = static_cast<int32>(blockIdx.x);
   return round * width + (round % 2 == 0 ? place : width - 1 - place);
+}
+
+// What a row of a tile stands for; a query beyond every capacity is none.
+struct FwdRow {
+  int32 query, head;
+};
+
+template <auto C>
+__forceinline__ FwdRow find_row(const FwdParams& params, const FwdTile& tile, int32 row) {
+  if constexpr (is_packed<C>()) {
+    const int32 query = row / params.group_size;
+    if (query >= params.queries_per_tile) return {1 << 30, tile.head};
+    return {tile.q_begin + query, tile.head + row - query * params.group_size};
+  }
+  return {tile.q_begin + row, tile.head};
+}
+
+// The row of a key in k or v.
+template <FwdConfig C>
+__forceinline__ const uint16* key_row(const FwdParams& params, const core::Rows& rows,
+                                      const FwdTile& tile, int32 key) {
+  int64 batch = tile.batch_k;
+  int64 row = tile.row_k + key;
+  if constexpr (C.source != Source::tma) {
+    if (params.block_table != nullptr) {
+      const int32 page = key / params.page_size;
+      batch = params.block_table[tile.sequence * params.block_table_stride + page];
+      row = key - page * params.page_size;
+    }
+  }
+  return rows.data + batch * rows.stride[0] + row * rows.stride[1] + tile.head_kv * rows.stride[2];
 }
 
 }  // namespace fovea::device

@@ -35,6 +35,11 @@ struct Ring {
     mbarrier_wait(free[state.stage], state.parity ^ 1u);
   }
 
+  // Whether wait_free() would pass at once.
+  __forceinline__ bool is_free(const State& state) {
+    return mbarrier_try_wait(free[state.stage], state.parity ^ 1u);
+  }
+
   // The producer's arrival, with the bytes that copies will bring.
   __forceinline__ void expect(const State& state, uint32 bytes) {
     mbarrier_arrive_expect_bytes(full[state.stage], bytes);

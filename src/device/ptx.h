@@ -266,6 +266,13 @@ __forceinline__ uint32 pack_f16x2(float low, float high) {
   return packed;
 }
 
+// cvt.f32.f16: exact
+__forceinline__ float half_to_float(uint16 half) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+  return value;
+}
+
 // cvt.rn.satfinite.e4m3x2.f32
 __forceinline__ uint16 pack_e4m3x2(float low, float high) {
   uint16 packed;

@@ -1,10 +1,19 @@
 #include "runtime/forward_config.h"
 
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+
+#include "core/mask.h"
+
 namespace fovea::runtime {
 
 namespace {
 
 using core::DType;
+using core::int32;
+using core::int64;
+using core::Problem;
 using core::ScoreTransform;
 using core::SoftmaxPolicy;
 
@@ -33,7 +42,63 @@ std::string_view name_of(ScoreTransform transform) {
   }
 }
 
+std::string_view name_of(core::Source source) {
+  switch (source) {
+    case core::Source::paged: return "paged";
+    case core::Source::gather: return "gather";
+    default: return "tma";
+  }
+}
+
 }  // namespace
+
+Extents extents_of(const Problem& p) {
+  Extents e{{p.batch, p.seqlen_q, p.heads_q}, {p.batch, p.seqlen_k, p.heads_kv}};
+  if (p.is_varlen_q()) e.q[0] = 1, e.q[1] = p.total_q;
+  if (p.is_varlen_k()) e.k[0] = 1, e.k[1] = p.total_k;
+  if (p.is_paged()) e.k[0] = p.pages, e.k[1] = p.page_size;
+  return e;
+}
+
+bool suits_copy_engine(const core::View& view, const int64 (&extent)[3], int64 columns) {
+  const auto address = reinterpret_cast<std::uintptr_t>(view.data);
+  if (address % 16 != 0 || core::size_bytes(view.dtype) != 2) return false;
+  if (view.stride[3] != 1 && columns > 1) return false;
+  for (int i = 0; i < 3; ++i) {
+    if (extent[i] <= 1) continue;
+    const int64 bytes = view.stride[i] * 2;
+    if (bytes <= 0 || bytes % 16 != 0 || bytes >= int64{1} << 40) return false;
+  }
+  return true;
+}
+
+bool has_elements(const core::View& view, const int64 (&extent)[3]) {
+  return extent[0] > 0 && extent[1] > 0 && view.data != nullptr;
+}
+
+int32 page_box(const Problem& p, int32 tile_k) { return std::gcd(p.page_size, tile_k); }
+
+int32 packed_queries(const Problem& p, const core::FwdConfig& c) {
+  return core::rows_of(c) / p.group_size();
+}
+
+TileCount count_tiles(const Problem& p, int64 queries, int64 heads) {
+  TileCount count;
+  count.sequences = p.batch + (p.is_varlen_q() ? 1 : 0);
+  const int64 longest = p.is_varlen_q() ? std::max(p.seqlen_q, p.total_q - p.seqlen_q) : p.seqlen_q;
+  count.q_blocks = core::ceil_div(longest, queries);
+  count.tiles = count.q_blocks * heads * count.sequences;
+  return count;
+}
+
+int64 row_count(const Problem& p) {
+  const Extents extent = extents_of(p);
+  return extent.q[0] * extent.q[1] * p.heads_q;
+}
+
+bool stores_tiles(const Problem& p, DType dtype, DType out_dtype) {
+  return out_dtype == dtype && suits_copy_engine(p.out, extents_of(p).q, p.head_dim_v);
+}
 
 void ConfigText::type(std::string_view name, DType value) {
   add(name, "fovea::core::DType::" + std::string(name_of(value)));
@@ -41,6 +106,10 @@ void ConfigText::type(std::string_view name, DType value) {
 
 void ConfigText::softmax(SoftmaxPolicy value) {
   add("softmax", "fovea::core::SoftmaxPolicy::" + std::string(name_of(value)));
+}
+
+void ConfigText::source(core::Source value) {
+  add("source", "fovea::core::Source::" + std::string(name_of(value)));
 }
 
 void ConfigText::transform(ScoreTransform value) {

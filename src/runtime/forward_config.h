@@ -1,5 +1,5 @@
 // What the configurations of the forward kernels have in common: filling their features from a
-// problem, and writing them as C++ expressions. Internal to runtime/.
+// problem, counting their tiles, and writing them as C++ expressions. Internal to runtime/.
 #pragma once
 
 #include <string>
@@ -9,6 +9,43 @@
 #include "core/types.h"
 
 namespace fovea::runtime {
+
+// Extents of (batch, row, head) in memory; pages are the batch of k and v.
+struct Extents {
+  core::int64 q[3];
+  core::int64 k[3];
+};
+Extents extents_of(const core::Problem& problem);
+
+// What the copy engine takes: contiguous rows of 16-bit elements, every other step a positive
+// multiple of 16 bytes. Dimensions of extent 1 have no step.
+bool suits_copy_engine(const core::View& view, const core::int64 (&extent)[3], core::int64 columns);
+bool has_elements(const core::View& view, const core::int64 (&extent)[3]);
+
+// Rows that one copy takes from a page: as many as fit both pages and tiles.
+core::int32 page_box(const core::Problem& problem, core::int32 tile_k);
+
+// Queries of a tile when the heads of a group share it; 0 when the group is too large.
+core::int32 packed_queries(const core::Problem& problem, const core::FwdConfig& config);
+
+// Tiles of all sequences, before keys are split.
+struct TileCount {
+  core::int64 sequences = 0;  // rows behind the last one are one more
+  core::int64 q_blocks = 0;   // of the longest
+  core::int64 tiles = 0;
+};
+TileCount count_tiles(const core::Problem& problem, core::int64 queries, core::int64 heads);
+
+template <typename Config>
+TileCount count_tiles(const core::Problem& p, const Config& c) {
+  if constexpr (requires { c.packed; }) {
+    if (c.packed) return count_tiles(p, packed_queries(p, c), p.heads_kv);
+  }
+  return count_tiles(p, core::rows_of(c), p.heads_q);
+}
+
+// Rows of out in all, heads included.
+core::int64 row_count(const core::Problem& problem);
 
 // Whether the copy engine takes out, and so the kernel may store tiles in one piece.
 bool stores_tiles(const core::Problem& problem, core::DType dtype, core::DType out_dtype);
@@ -23,7 +60,8 @@ void fill_features(Config& c, const core::Problem& p, core::SoftmaxPolicy softma
   c.softmax = softmax;
   c.bound_right = p.window.right >= 0;
   c.bound_left = p.window.left >= 0;
-  c.ragged = p.is_varlen_q() || p.is_varlen_k() || p.seqused_q != nullptr || p.seqused_k != nullptr;
+  c.ragged = p.is_varlen_q() || p.is_varlen_k() || p.seqused_q != nullptr ||
+             p.seqused_k != nullptr || p.is_paged();
   c.has_sink = static_cast<bool>(p.sink);
   if (p.softcap > 0.0f) {
     c.transform = core::ScoreTransform::softcap;
@@ -44,6 +82,7 @@ class ConfigText {
   void type(std::string_view name, core::DType value);
   void softmax(core::SoftmaxPolicy value);
   void transform(core::ScoreTransform value);
+  void source(core::Source value);
   std::string value() const { return text_ + "}"; }
 
  private:

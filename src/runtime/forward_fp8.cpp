@@ -156,7 +156,7 @@ ForwardFp8Kernel::ForwardFp8Kernel(Device& device, const FwdConfig& config, Jit&
 void ForwardFp8Kernel::run(const ForwardCall& call, const Fp8Operands& operands,
                            Stream stream) const {
   const Problem& p = call.problem;
-  const core::Fp8Layout l = core::fp8_layout(p, call.total_k);
+  const core::Fp8Layout l = core::fp8_layout(p, p.total_k);
   FwdFp8Params params;
   const ForwardTiles tiles = fill_forward_params(params, call, config_, device_.properties());
   if (tiles.ctas == 0) return;
@@ -194,10 +194,10 @@ void ForwardFp8Kernel::run(const ForwardCall& call, const Fp8Operands& operands,
                              {l.batches_q, p.out.stride[0]}},
                             core::panel_columns, 64, MapSwizzle::b128);
   }
-  params.keys = reinterpret_cast<const core::uint16*>(operands.k);
-  params.key_stride[0] = l.rows_k * k_row;
-  params.key_stride[1] = k_row;
-  params.key_stride[2] = l.columns;
+  params.k_rows.data = reinterpret_cast<const core::uint16*>(operands.k);
+  params.k_rows.stride[0] = l.rows_k * k_row;
+  params.k_rows.stride[1] = k_row;
+  params.k_rows.stride[2] = l.columns;
   params.q_scale = reinterpret_cast<const float*>(operands.q_scale);
   params.q_scale_stride[0] = l.blocks_q * l.heads_q;
   params.q_scale_stride[1] = l.blocks_q;

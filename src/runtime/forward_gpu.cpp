@@ -4,6 +4,7 @@
 #include <limits>
 #include <string_view>
 
+#include "core/dropout.h"
 #include "core/mask.h"
 #include "core/numeric.h"
 #include "fovea/fovea.hpp"
@@ -14,6 +15,7 @@ namespace fovea::runtime {
 
 namespace {
 
+using core::CombineParams;
 using core::DType;
 using core::FwdConfig;
 using core::FwdParams;
@@ -27,28 +29,9 @@ bool is_blackwell(std::string_view arch) { return arch == "sm_100a" || arch == "
 
 DeviceAddress address_of(const View& view) { return reinterpret_cast<DeviceAddress>(view.data); }
 
-// What the copy engine takes: contiguous rows of 16-bit elements, every other step a positive
-// multiple of 16 bytes. Dimensions of extent 1 have no step.
-bool suits_copy_engine(const View& view, const int64 (&extent)[3], int64 columns) {
-  if (address_of(view) % 16 != 0 || core::size_bytes(view.dtype) != 2) return false;
-  if (view.stride[3] != 1 && columns > 1) return false;
-  for (int i = 0; i < 3; ++i) {
-    if (extent[i] <= 1) continue;
-    const int64 bytes = view.stride[i] * 2;
-    if (bytes <= 0 || bytes % 16 != 0 || bytes >= int64{1} << 40) return false;
-  }
-  return true;
-}
-
-// Extents of (batch, row, head) in memory.
-struct Extents {
-  int64 q[3];
-  int64 k[3];
-};
-
-Extents extents_of(const Problem& p, int64 total_k) {
-  return {{p.is_varlen_q() ? 1 : p.batch, p.is_varlen_q() ? p.total_q : p.seqlen_q, p.heads_q},
-          {p.is_varlen_k() ? 1 : p.batch, p.is_varlen_k() ? total_k : p.seqlen_k, p.heads_kv}};
+// Of a dimension with a single element any step will do.
+std::uint64_t step_bytes(int64 stride, int64 extent) {
+  return extent > 1 ? static_cast<std::uint64_t>(stride) * 2 : 16;
 }
 
 MapType map_type(DType type) { return type == DType::bf16 ? MapType::bf16 : MapType::f16; }
@@ -65,10 +48,29 @@ core::TensorMap encode(Device& device, const View& view, const int64 (&extent)[3
   for (std::size_t i = 0; i < 3; ++i) {
     const auto from = static_cast<std::size_t>(order[i]);
     spec.extent[i + 1] = static_cast<std::uint64_t>(std::max<int64>(extent[from], 1));
-    spec.stride_bytes[i + 1] =
-        extent[from] > 1 ? static_cast<std::uint64_t>(view.stride[from]) * 2 : 16;
+    spec.stride_bytes[i + 1] = step_bytes(view.stride[from], extent[from]);
   }
   spec.box = {core::panel_columns, static_cast<std::uint32_t>(box_rows), 1, 1, 1};
+  spec.swizzle = MapSwizzle::b128;
+  return device.encode_tensor_map(spec);
+}
+
+// q with the heads of a group as rows: (head_dim, head of the group, row, key/value head, batch).
+core::TensorMap encode_packed(Device& device, const Problem& p, const int64 (&extent)[3],
+                              int32 queries) {
+  const int64 group = p.group_size();
+  TensorMapSpec spec;
+  spec.type = map_type(p.q.dtype);
+  spec.rank = 5;
+  spec.address = address_of(p.q);
+  const int64 extents[5] = {p.head_dim, group, extent[1], p.heads_kv, extent[0]};
+  const int64 strides[5] = {1, p.q.stride[2], p.q.stride[1], group * p.q.stride[2], p.q.stride[0]};
+  for (std::size_t i = 0; i < 5; ++i) {
+    spec.extent[i] = static_cast<std::uint64_t>(std::max<int64>(extents[i], 1));
+    spec.stride_bytes[i] = step_bytes(strides[i], extents[i]);
+  }
+  spec.box = {core::panel_columns, static_cast<std::uint32_t>(group),
+              static_cast<std::uint32_t>(queries), 1, 1};
   spec.swizzle = MapSwizzle::b128;
   return device.encode_tensor_map(spec);
 }
@@ -80,13 +82,14 @@ int32 narrow_bound(int64 bound, const Problem& p) {
 }
 
 // Pairs of (batch, head) whose keys and values fit half of the L2 together.
-int32 pairs_in_cache(const Problem& p, const DeviceProperties& chip) {
+int32 pairs_in_cache(const Problem& p, bool packed, const DeviceProperties& chip) {
   const std::uint64_t head_bytes = static_cast<std::uint64_t>(p.seqlen_k) *
                                    static_cast<std::uint64_t>(p.head_dim + p.head_dim_v) * 2;
   const std::uint64_t heads = chip.l2_bytes / 2 / std::max<std::uint64_t>(head_bytes, 1);
-  const auto pairs = static_cast<std::uint64_t>(p.batch * p.heads_q);
-  return static_cast<int32>(std::clamp<std::uint64_t>(
-      heads * static_cast<std::uint64_t>(p.group_size()), 1, std::max<std::uint64_t>(pairs, 1)));
+  const auto pairs = static_cast<std::uint64_t>(p.batch * (packed ? p.heads_kv : p.heads_q));
+  const auto sharing = static_cast<std::uint64_t>(packed ? 1 : p.group_size());
+  return static_cast<int32>(
+      std::clamp<std::uint64_t>(heads * sharing, 1, std::max<std::uint64_t>(pairs, 1)));
 }
 
 void fill_scores(FwdParams& params, const Problem& p, ScoreTransform transform) {
@@ -99,6 +102,95 @@ void fill_scores(FwdParams& params, const Problem& p, ScoreTransform transform) 
       params.transform_out = p.softcap * core::log2_e;
       break;
   }
+}
+
+void fill_position(FwdParams& params, const Problem& p) {
+  params.bias = p.bias.data;
+  params.mask = static_cast<const core::uint8*>(p.mask.data);
+  params.alibi = static_cast<const float*>(p.alibi.data);
+  for (int i = 0; i < 4; ++i) {
+    params.bias_stride[i] = p.bias.stride[i];
+    params.mask_stride[i] = p.mask.stride[i];
+  }
+  for (int i = 0; i < 2; ++i) params.alibi_stride[i] = p.alibi.stride[i];
+  if (p.dropout.probability > 0.0f) {
+    const core::uint64 key = core::dropout_key(p.dropout);
+    params.dropout_threshold = core::dropout_threshold(p.dropout.probability);
+    params.dropout_key[0] = static_cast<core::uint32>(key);
+    params.dropout_key[1] = static_cast<core::uint32>(key >> 32);
+    params.keep_scale = 1.0f / (1.0f - p.dropout.probability);
+  }
+}
+
+core::Rows rows_of(const View& view) {
+  core::Rows rows;
+  rows.data = static_cast<const core::uint16*>(view.data);
+  for (int i = 0; i < 4; ++i) rows.stride[i] = view.stride[i];
+  return rows;
+}
+
+// Partial results: out of all parts, then lse of all parts.
+std::size_t partial_bytes(const Problem& p, int32 splits) {
+  return static_cast<std::size_t>(row_count(p) * splits * (p.head_dim_v + 1)) * sizeof(float);
+}
+
+// Lets the tiles write into the workspace, and describes to the combining kernel what they leave.
+core::CombineParams split_result(FwdParams& params, const ForwardCall& call) {
+  const Problem& p = call.problem;
+  const Extents extent = extents_of(p);
+  core::CombineParams parts;
+  parts.splits = params.splits;
+  parts.batch = extent.q[0];
+  parts.rows = extent.q[1];
+  parts.heads = p.heads_q;
+  parts.head_dim_v = p.head_dim_v;
+  parts.out = p.out.data;
+  for (int i = 0; i < 4; ++i) parts.out_stride[i] = p.out.stride[i];
+  parts.lse = static_cast<float*>(p.lse.data);
+  for (int i = 0; i < 3; ++i) parts.lse_stride[i] = p.lse.stride[i];
+  parts.sink = static_cast<const float*>(p.sink.data);
+  parts.sink_stride = p.sink.stride[0];
+
+  const int64 rows = row_count(p);
+  auto* out = reinterpret_cast<float*>(call.workspace);
+  float* lse = out + rows * p.head_dim_v * params.splits;
+  parts.part_out = out;
+  parts.part_lse = lse;
+  params.out = out;
+  params.lse = lse;
+  params.out_split_stride = rows * p.head_dim_v;
+  params.lse_split_stride = rows;
+  const int64 row = p.heads_q;
+  const int64 batch = extent.q[1] * row;
+  const int64 out_stride[4] = {batch * p.head_dim_v, row * p.head_dim_v, p.head_dim_v, 1};
+  for (int i = 0; i < 4; ++i) params.out_stride[i] = out_stride[i];
+  const int64 lse_stride[3] = {batch, 1, row};
+  for (int i = 0; i < 3; ++i) params.lse_stride[i] = lse_stride[i];
+  return parts;
+}
+
+// What the kernel for Blackwell lacks.
+template <typename Refuse>
+void refuse_on_blackwell(const Problem& p, const Refuse& refuse) {
+  refuse(static_cast<bool>(p.bias), "it has no bias");
+  refuse(static_cast<bool>(p.mask), "it has no mask tensor");
+  refuse(static_cast<bool>(p.alibi), "it has no ALiBi");
+  refuse(p.dropout.probability > 0.0f, "it has no dropout");
+  refuse(p.is_paged(), "it has no paged keys");
+  refuse(p.num_splits > 1, "it does not split keys but num_splits is " +
+                               std::to_string(p.num_splits) + ", so leave it 0");
+  const Extents extent = extents_of(p);
+  const auto check = [&](std::string_view name, const View& view, const int64(&e)[3], int64 dim) {
+    refuse(has_elements(view, e) && core::size_bytes(view.dtype) == 2 &&
+               !suits_copy_engine(view, e, dim),
+           std::string(name) +
+               " is laid out in a way that the copy engine does not take, so give it contiguous "
+               "head dimensions, a 16-byte aligned address and strides that are positive multiples "
+               "of 8 elements");
+  };
+  check("q", p.q, extent.q, p.head_dim);
+  check("k", p.k, extent.k, p.head_dim);
+  check("v", p.v, extent.k, p.head_dim_v);
 }
 
 }  // namespace
@@ -116,113 +208,23 @@ std::vector<std::string> forward_supports(const Problem& p, std::string_view arc
   refuse(p.head_dim > 256 || p.head_dim_v > 256,
          "it takes head dimensions up to 256 but they are " + std::to_string(p.head_dim) + " and " +
              std::to_string(p.head_dim_v));
-  refuse(static_cast<bool>(p.bias), "it has no bias");
-  refuse(static_cast<bool>(p.mask), "it has no mask tensor");
-  refuse(static_cast<bool>(p.alibi), "it has no ALiBi");
-  refuse(p.dropout.probability > 0.0f, "it has no dropout");
-  refuse(p.is_paged(), "it has no paged keys");
-  refuse(p.num_splits > 1, "it does not split keys but num_splits is " +
-                               std::to_string(p.num_splits) + ", so leave it 0");
-  const Extents extent = extents_of(p, p.seqlen_k);
-  const auto check = [&](std::string_view name, const View& view, const int64(&e)[3], int64 dim) {
-    const bool empty = e[0] == 0 || e[1] == 0 || view.data == nullptr;
-    refuse(!empty && !suits_copy_engine(view, e, dim),
-           std::string(name) +
-               " is laid out in a way that the copy engine does not take, so give it contiguous "
-               "head dimensions, a 16-byte aligned address and strides that are positive multiples "
-               "of 8 elements");
-  };
-  if (reasons.empty()) {
-    check("q", p.q, extent.q, p.head_dim);
-    check("k", p.k, extent.k, p.head_dim);
-    check("v", p.v, extent.k, p.head_dim_v);
-  }
+  if (is_blackwell(arch)) refuse_on_blackwell(p, refuse);
   return reasons;
 }
 
-bool stores_tiles(const Problem& p, DType dtype, DType out_dtype) {
-  return out_dtype == dtype && suits_copy_engine(p.out, extents_of(p, p.seqlen_k).q, p.head_dim_v);
-}
-
-FwdConfig choose_forward_sm90(const Problem& p, core::SoftmaxPolicy softmax) {
-  FwdConfig c;
-  fill_features(c, p, softmax);
-  // What measured best (docs/kernels/fwd_sm90.md); the registers of a tile decide what is possible.
-  const int32 widest = std::max(c.head_dim, c.head_dim_v);
-  const bool plain = c.transform == ScoreTransform::none;
-  const bool windowed = core::is_windowed(c);
-  const bool long_keys = p.seqlen_k >= 8192;
-  if (widest <= 64) {
-    c.warpgroups = 3;
-    c.tile_k = plain && (long_keys || !windowed) ? 128 : 96;
-    c.stages = 4;
-  } else if (widest <= 128) {
-    c.tile_k = 128;
-  } else if (widest <= 192) {
-    c.tile_k = c.head_dim_v <= 128 ? 128 : 96;
-  } else {
-    c.tile_k = plain && !windowed && softmax == core::SoftmaxPolicy::sum_guard ? 80 : 64;
-    c.persistent = !(windowed && long_keys);
-  }
-  while (shared_bytes(c) > core::shared_limit_bytes && c.tile_k > 32) {
-    // Staging out where q was costs less than smaller tiles, but needs q to be as wide.
-    if (c.out_apart && c.head_dim >= c.head_dim_v) {
-      c.out_apart = false;
-    } else {
-      c.tile_k -= 16;
-    }
-  }
-  return c;
-}
-
-std::string forward_expression(const FwdConfig& c) {
-  ConfigText text("FwdConfig");
-  text.type("dtype", c.dtype);
-  text.type("out_dtype", c.out_dtype);
-  text.number("head_dim", c.head_dim);
-  text.number("head_dim_v", c.head_dim_v);
-  text.number("warpgroups", c.warpgroups);
-  text.number("tile_k", c.tile_k);
-  text.number("stages", c.stages);
-  text.softmax(c.softmax);
-  text.transform(c.transform);
-  text.flag("bound_right", c.bound_right);
-  text.flag("bound_left", c.bound_left);
-  text.flag("ragged", c.ragged);
-  text.flag("has_sink", c.has_sink);
-  text.flag("tma_out", c.tma_out);
-  text.flag("out_apart", c.out_apart);
-  text.flag("persistent", c.persistent);
-  text.flag("ping_pong", c.ping_pong);
-  text.flag("overlap", c.overlap);
-  text.number("promote", c.promote);
-  return text.value();
-}
-
-std::string forward_text(const FwdConfig& config) {
-  KernelSource source;
-  source.include = "device/fwd_sm90.cuh";
-  source.instructions = {
-      wgmma_text({.n = config.tile_k, .a = config.dtype, .b = config.dtype}, "fwd_scores"),
-      wgmma_text({.n = config.head_dim_v,
-                  .a = config.dtype,
-                  .b = config.dtype,
-                  .a_in_registers = true,
-                  .b_mn_major = true},
-                 "fwd_output")};
-  source.call = "fovea::device::fwd<" + forward_expression(config) + ">";
-  source.params = "fovea::core::FwdParams";
-  source.threads = core::threads_of(config);
-  return kernel_text(source);
-}
-
-ForwardConfig choose_forward(const Problem& p, core::SoftmaxPolicy softmax, std::string_view arch) {
+ForwardConfig choose_forward(const Problem& p, core::SoftmaxPolicy softmax, std::string_view arch,
+                             int sm_count) {
   if (is_blackwell(arch)) return choose_forward_sm100(p, softmax, arch);
-  return choose_forward_sm90(p, softmax);
+  return choose_forward_sm90(p, softmax, sm_count);
 }
 
 std::string forward_text(const ForwardConfig& config) {
   return std::visit([](const auto& c) { return forward_text(c); }, config);
+}
+
+std::size_t forward_workspace_bytes(const Problem& p, const ForwardConfig& config, int sm_count) {
+  const auto* c = std::get_if<FwdConfig>(&config);
+  return c != nullptr && c->split ? partial_bytes(p, forward_splits(p, *c, sm_count)) : 0;
 }
 
 ForwardKernel::ForwardKernel(Device& device, const ForwardConfig& config, Jit& jit)
@@ -233,38 +235,49 @@ ForwardKernel::ForwardKernel(Device& device, const ForwardConfig& config, Jit& j
   request.format = device.properties().image_format;
   compiled_ = jit.compile(request);
   kernel_ = device.load(compiled_.image->bytes, kernel_entry);
+  const auto* c = std::get_if<FwdConfig>(&config);
+  if (c == nullptr || !c->split) return;
+  request.text = combine_text(c->out_dtype);
+  combine_ = device.load(jit.compile(request).image->bytes, kernel_entry);
 }
 
 template <typename Config>
 ForwardTiles fill_forward_params(FwdParams& params, const ForwardCall& call, const Config& config,
                                  const DeviceProperties& chip) {
   const Problem& p = call.problem;
-  // Packed rows behind the last sequence are one sequence more, of no queries.
-  const int64 sequences = p.batch + (p.is_varlen_q() ? 1 : 0);
-  const int64 longest = p.is_varlen_q() ? std::max(p.seqlen_q, p.total_q - p.seqlen_q) : p.seqlen_q;
-  const int64 q_blocks = core::ceil_div(longest, core::rows_of(config));
-  const int64 tiles = q_blocks * p.heads_q * sequences;
+  const TileCount count = count_tiles(p, config);
+  bool packed = false;
+  params.queries_per_tile = core::rows_of(config);
+  if constexpr (std::is_same_v<Config, FwdConfig>) {
+    packed = config.packed;
+    if (packed) params.queries_per_tile = packed_queries(p, config);
+    if (config.split) params.splits = forward_splits(p, config, chip.sm_count);
+    if (p.is_paged()) params.page_box = page_box(p, config.tile_k);
+  }
+  const int64 tiles = count.tiles * params.splits;
   if (tiles > std::numeric_limits<int32>::max() / 2) {
     throw Error("the problem has " + std::to_string(tiles) +
                 " tiles, but a launch takes at most 2^30; call it in parts");
   }
-  params.keys = static_cast<const core::uint16*>(p.k.data);
-  for (int i = 0; i < 3; ++i) params.key_stride[i] = p.k.stride[i];
+  params.q_rows = rows_of(p.q);
+  params.k_rows = rows_of(p.k);
+  params.v_rows = rows_of(p.v);
   params.out = p.out.data;
   for (int i = 0; i < 4; ++i) params.out_stride[i] = p.out.stride[i];
   params.lse = static_cast<float*>(p.lse.data);
-  params.lse_stride[0] = p.lse.stride[0];
-  params.lse_stride[1] = p.lse.stride[1];
-  params.lse_stride[2] = p.lse.stride[2];
+  for (int i = 0; i < 3; ++i) params.lse_stride[i] = p.lse.stride[i];
   params.sink = static_cast<const float*>(p.sink.data);
   params.sink_stride = p.sink.stride[0];
   params.cu_seqlens_q = p.cu_seqlens_q;
   params.cu_seqlens_k = p.cu_seqlens_k;
   params.seqused_q = p.seqused_q;
   params.seqused_k = p.seqused_k;
+  params.block_table = p.block_table;
+  params.block_table_stride = p.block_table_stride;
+  params.page_size = p.page_size;
   params.scheduler = reinterpret_cast<core::uint32*>(call.scheduler);
   params.counters = reinterpret_cast<core::uint64*>(call.counters);
-  params.batch = static_cast<int32>(sequences);
+  params.batch = static_cast<int32>(count.sequences);
   params.sequences = static_cast<int32>(p.batch);
   params.seqlen_q = static_cast<int32>(p.seqlen_q);
   params.seqlen_k = static_cast<int32>(p.seqlen_k);
@@ -276,8 +289,9 @@ ForwardTiles fill_forward_params(FwdParams& params, const ForwardCall& call, con
   params.window_left = narrow_bound(p.window.left, p);
   params.window_right = narrow_bound(p.window.right, p);
   fill_scores(params, p, config.transform);
-  params.q_blocks = static_cast<int32>(q_blocks);
-  params.section = core::is_windowed(config) || config.ragged ? pairs_in_cache(p, chip) : 1;
+  fill_position(params, p);
+  params.q_blocks = static_cast<int32>(count.q_blocks);
+  params.section = core::is_windowed(config) || config.ragged ? pairs_in_cache(p, packed, chip) : 1;
   params.tiles = static_cast<int32>(tiles);
   const auto width = static_cast<std::uint32_t>(tiles);
   return {static_cast<std::uint32_t>(core::threads_of(config)),
@@ -289,6 +303,26 @@ template ForwardTiles fill_forward_params(FwdParams&, const ForwardCall&, const 
 template ForwardTiles fill_forward_params(FwdParams&, const ForwardCall&, const core::Fwd100Config&,
                                           const DeviceProperties&);
 
+template <typename Config>
+void ForwardKernel::encode_maps(FwdParams& params, const Problem& p, const Config& config) const {
+  const Extents extent = extents_of(p);
+  if (config.tma_out) {
+    params.out_map = encode(device_, p.out, extent.q, p.head_dim_v, core::out_box_rows(config));
+  }
+  int32 key_rows = config.tile_k;
+  bool packed = false;
+  if constexpr (std::is_same_v<Config, FwdConfig>) {
+    if (config.source == core::Source::gather) return;
+    if (config.source == core::Source::paged) key_rows = params.page_box;
+    packed = config.packed;
+  }
+  params.q = packed ? encode_packed(device_, p, extent.q, params.queries_per_tile)
+                    : encode(device_, p.q, extent.q, p.head_dim, core::query_box_rows(config));
+  const bool has_keys = has_elements(p.k, extent.k);
+  params.k = has_keys ? encode(device_, p.k, extent.k, p.head_dim, key_rows) : params.q;
+  params.v = has_keys ? encode(device_, p.v, extent.k, p.head_dim_v, key_rows) : params.q;
+}
+
 void ForwardKernel::run(const ForwardCall& call, Stream stream) const {
   std::visit([&](const auto& config) { launch(config, call, stream); }, config_);
 }
@@ -299,19 +333,29 @@ void ForwardKernel::launch(const Config& config, const ForwardCall& call, Stream
   FwdParams params;
   const ForwardTiles tiles = fill_forward_params(params, call, config, device_.properties());
   if (tiles.ctas == 0) return;
-  const Extents extent = extents_of(p, call.total_k);
-  params.q = encode(device_, p.q, extent.q, p.head_dim, core::query_box_rows(config));
-  const bool has_keys = extent.k[0] > 0 && extent.k[1] > 0 && p.k.data != nullptr;
-  params.k = has_keys ? encode(device_, p.k, extent.k, p.head_dim, config.tile_k) : params.q;
-  params.v = has_keys ? encode(device_, p.v, extent.k, p.head_dim_v, config.tile_k) : params.q;
-  if (config.tma_out)
-    params.out_map = encode(device_, p.out, extent.q, p.head_dim_v, core::out_box_rows(config));
-
+  CombineParams parts;
+  if (combine_ != nullptr) {
+    if (call.workspace == 0) {
+      throw Error("the keys are split, so the call needs a workspace of " +
+                  std::to_string(partial_bytes(p, params.splits)) + " bytes");
+    }
+    parts = split_result(params, call);
+  }
+  encode_maps(params, p, config);
   LaunchConfig shape;
   shape.grid.x = tiles.ctas;
   shape.block.x = tiles.threads;
   shape.dynamic_shared_bytes = static_cast<std::uint32_t>(core::shared_bytes(config));
   device_.launch(*kernel_, shape, std::as_bytes(std::span(&params, 1)), stream);
+  if (combine_ == nullptr) return;
+
+  constexpr int64 rows_per_cta = core::combine_threads / 32;
+  constexpr int64 most_ctas = int64{1} << 20;
+  LaunchConfig merge;
+  merge.grid.x =
+      static_cast<std::uint32_t>(std::min(core::ceil_div(row_count(p), rows_per_cta), most_ctas));
+  merge.block.x = core::combine_threads;
+  device_.launch(*combine_, merge, std::as_bytes(std::span(&parts, 1)), stream);
 }
 
 }  // namespace fovea::runtime

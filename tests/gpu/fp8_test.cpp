@@ -337,7 +337,7 @@ Fp8Result run_on(Device& device, const Fp8Input& input) {
   p.cu_seqlens_k = lengths(c.cu_seqlens_k);
   p.seqused_q = lengths(c.seqused_q);
   p.seqused_k = lengths(c.seqused_k);
-  launch.total_k = input.rows_k;
+  launch.problem.total_k = input.rows_k;
   constexpr std::array<core::uint64, 2> zeros{};
   core::uint64* counters = memory.upload(zeros.data(), 2);
   core::uint64* scheduler = memory.upload(zeros.data(), 1);

@@ -1,0 +1,291 @@
+// The loading role of the forward kernel for Hopper: finds tiles, publishes them to the computing
+// warps, and fills the rings of q, k and v. Values lag one block behind keys, as the products do:
+//
+//   K3 Q | K2 V3 | K1 V2 | K0 V1 | V0        of key blocks 3..0
+//
+// Load drives the copy engine, with one thread, or with one warp where k and v lie in pages. Gather
+// copies by threads, row by row, what the copy engine cannot read.
+#pragma once
+
+#include "device/fwd_plan_sm90.h"
+#include "device/tma.h"
+
+namespace fovea::device {
+
+template <FwdConfig C>
+struct Load {
+  using Plan = FwdPlan<C>;
+  static constexpr bool paged = C.source == Source::paged;
+
+  Plan& plan;
+  const FwdParams& params;
+  RingState<C.stages> k_state, v_state;
+  RingState<1> q_state;
+  RingState<2> tile_state;
+
+  // One thread acts for all. Pages are looked up and copied by a lane each.
+  static __forceinline__ bool leads() { return !paged || lane_index() == 0; }
+
+  __forceinline__ void load_q(const FwdTile& tile) {
+    plan.q_ring.wait_free(q_state);
+    if (leads()) {
+      const CachePolicy once = cache_policy_evict_first();
+      const uint32 packed_rows = static_cast<uint32>(params.queries_per_tile * params.group_size);
+      plan.q_ring.expect(
+          q_state, C.packed ? packed_rows * Plan::panels_qk * Plan::row_bytes : Plan::q_bytes);
+#pragma unroll
+      for (int32 panel = 0; panel < Plan::panels_qk; ++panel) {
+        const SharedAddress target = shared_address(plan.q) + panel * Plan::rows * Plan::row_bytes;
+        const int32 column = panel * core::panel_columns;
+        const int32 row = tile.row_q + tile.q_begin;
+        if constexpr (C.packed) {
+          tma_load(target, &params.q, plan.q_ring.full[0],
+                   {column, 0, row, tile.head_kv, tile.batch_q}, once);
+        } else {
+          tma_load(target, &params.q, plan.q_ring.full[0], {column, row, tile.head, tile.batch_q},
+                   once);
+        }
+      }
+    }
+    q_state.advance();
+  }
+
+  template <int32 panel_count>
+  __forceinline__ void load_keys(const TensorMap* map, Ring<C.stages>& ring,
+                                 RingState<C.stages>& state, const uint8* memory,
+                                 const FwdTile& tile, int32 block) {
+    constexpr uint32 panel_bytes = C.tile_k * Plan::row_bytes;
+    ring.wait_free(state);
+    if (leads()) ring.expect(state, panel_count * panel_bytes);
+    const CachePolicy again = cache_policy_evict_last();
+    const SharedAddress target =
+        shared_address(memory) + static_cast<uint32>(state.stage) * (panel_count * panel_bytes);
+    if constexpr (paged) {
+      const int32 box = params.page_box;
+      const int32 lane = lane_index();
+      if (lane * box < C.tile_k) {
+        // Boxes without a key that is seen repeat the nearest one with: their pages may not exist.
+        const int32 first = tile.key_begin / box * box;
+        const int32 last = (tile.key_end - 1) / box * box;
+        const int32 key = min(max(block * C.tile_k + lane * box, first), last);
+        const int32 page = key / params.page_size;
+        const int32 batch = params.block_table[tile.sequence * params.block_table_stride + page];
+        const int32 row = key - page * params.page_size;
+#pragma unroll
+        for (int32 panel = 0; panel < panel_count; ++panel) {
+          const uint32 offset =
+              panel * panel_bytes + static_cast<uint32>(lane * box) * Plan::row_bytes;
+          tma_load(target + offset, map, ring.full[state.stage],
+                   {panel * core::panel_columns, row, tile.head_kv, batch}, again);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int32 panel = 0; panel < panel_count; ++panel) {
+        tma_load(target + panel * panel_bytes, map, ring.full[state.stage],
+                 {panel * core::panel_columns, tile.row_k + block * C.tile_k, tile.head_kv,
+                  tile.batch_k},
+                 again);
+      }
+    }
+    state.advance();
+  }
+
+  // Tells the computing warps which tile comes next.
+  __forceinline__ void publish(const FwdTile& tile) {
+    plan.tile_ring.wait_free(tile_state);
+    if (leads()) {
+      plan.tiles[tile_state.stage] = tile;
+      mbarrier_arrive(plan.tile_ring.full[tile_state.stage]);
+    }
+    tile_state.advance();
+  }
+
+  __forceinline__ void load_tile(const FwdTile& tile) {
+    load_q(tile);
+    for (int32 block = tile.end - 1; block >= tile.begin - 1; --block) {
+      if (block >= tile.begin) {
+        load_keys<Plan::panels_qk>(&params.k, plan.k_ring, k_state, plan.k[0], tile, block);
+      }
+      if (block + 1 < tile.end) {
+        load_keys<Plan::panels_v>(&params.v, plan.v_ring, v_state, plan.v[0], tile, block + 1);
+      }
+    }
+  }
+
+  // Tiles as they come: the first by place, further ones from a counter that all CTAs share, or,
+  // without one, in rounds. The counter's answer is awaited under the loads of the tile before.
+  __forceinline__ int32 next(int32 round) {
+    if (params.scheduler == nullptr || round == 0) return tile_index(round);
+    uint32 ticket = 0;
+    if (leads()) ticket = atomicAdd(params.scheduler, 1u);
+    if constexpr (paged) ticket = __shfl_sync(0xffffffffu, ticket, 0);
+    return static_cast<int32>(gridDim.x + ticket);
+  }
+
+  __forceinline__ void run() {
+    FwdTile tile;
+    int32 index = next(0);
+    for (int32 round = 1; index < params.tiles; ++round) {
+      tile = find_tile<C>(params, index);
+      const bool exists = tile.exists();
+      if (exists) publish(tile);
+      index = C.persistent ? next(round) : params.tiles;
+      if (exists && tile.count() > 0) load_tile(tile);
+    }
+    tile.last = 1;
+    publish(tile);
+    if (C.persistent && params.scheduler != nullptr && leads()) {
+      // The last CTA to ask leaves the counters as it found them.
+      if (atomicAdd(params.scheduler + 1, 1u) == gridDim.x - 1) {
+        params.scheduler[0] = params.scheduler[1] = 0;
+      }
+    }
+  }
+};
+
+// A warpgroup. Eight lanes copy 128 bytes of a row, which is a panel's width; each lane finds the
+// address of one row in 32. One tile per CTA.
+template <FwdConfig C>
+struct Gather {
+  using Plan = FwdPlan<C>;
+
+  Plan& plan;
+  const FwdParams& params;
+  const int32 warp;
+  RingState<C.stages> k_state, v_state;
+  Barrier* landing = nullptr;  // of the copies that may still be in flight
+
+  // A chunk of 8 elements; those from `count` on are zero.
+  static __forceinline__ void copy_chunk(SharedAddress target, const uint16* source, int64 stride,
+                                         int32 count) {
+    if constexpr (C.chunked) {
+      copy_async_16(target, source, count > 0 ? 16 : 0);
+    } else {
+      uint32 words[4];
+#pragma unroll
+      for (int32 i = 0; i < 4; ++i) {
+        const uint32 low = 2 * i < count ? source[2 * i * stride] : 0u;
+        const uint32 high = 2 * i + 1 < count ? source[(2 * i + 1) * stride] : 0u;
+        words[i] = low | (high << 16);
+      }
+      store_shared_x4(target, uint4{words[0], words[1], words[2], words[3]});
+    }
+  }
+
+  // Rows into panels. row_at(r) is the address of row r, or null where zeros belong.
+  template <int32 row_count, int32 panel_count, typename RowAt>
+  __forceinline__ void copy_rows(SharedAddress target, const core::Rows& rows, int32 columns,
+                                 const RowAt& row_at) {
+    constexpr int32 share = row_count / 4;  // of a warp
+    const int32 lane = lane_index();
+#pragma unroll 1
+    for (int32 first = 0; first < share; first += 32) {
+      const int32 own = first + lane;
+      const uint16* address = own < share ? row_at(warp * share + own) : nullptr;
+#pragma unroll 1
+      for (int32 i = first; i < min(first + 32, share); i += 4) {
+        const int32 row = i + lane / 8;
+        const auto bits = __shfl_sync(0xffffffffu, reinterpret_cast<uint64>(address), row - first);
+        const auto* source = reinterpret_cast<const uint16*>(bits);
+#pragma unroll
+        for (int32 panel = 0; panel < panel_count; ++panel) {
+          const int32 column = panel * core::panel_columns + 8 * (lane % 8);
+          const uint32 offset =
+              panel_offset(Swizzle::b128, row_count, static_cast<uint32>(warp * share + row),
+                           static_cast<uint32>(2 * column));
+          const int32 count = source != nullptr ? columns - column : 0;
+          copy_chunk(target + offset, count > 0 ? source + column * rows.stride[3] : rows.data,
+                     rows.stride[3], count);
+        }
+      }
+    }
+  }
+
+  // The copies that `full` waits for have been started; those before have landed after this.
+  __forceinline__ void commit(Barrier& full) {
+    if constexpr (C.chunked) {
+      copy_async_commit();
+      if (landing != nullptr) {
+        copy_async_wait<1>();
+        arrive(*landing);
+      }
+      landing = &full;
+    } else {
+      arrive(full);
+    }
+  }
+
+  __forceinline__ void settle() {
+    if (landing == nullptr) return;
+    copy_async_wait<0>();
+    arrive(*landing);
+    landing = nullptr;
+  }
+
+  __forceinline__ void arrive(Barrier& full) {
+    fence_proxy_async_shared();
+    mbarrier_arrive(full);
+  }
+
+  template <int32 panel_count>
+  __forceinline__ void load_keys(const core::Rows& rows, int32 columns, Ring<C.stages>& ring,
+                                 RingState<C.stages>& state, const uint8* memory,
+                                 const FwdTile& tile, int32 block) {
+    // Nobody frees a stage for want of what only waits here to be announced.
+    if (!ring.is_free(state)) settle();
+    ring.wait_free(state);
+    const SharedAddress target =
+        shared_address(memory) +
+        static_cast<uint32>(state.stage) * (panel_count * C.tile_k * Plan::row_bytes);
+    copy_rows<C.tile_k, panel_count>(target, rows, columns, [&](int32 row) {
+      const int32 key = block * C.tile_k + row;
+      const bool seen = key >= tile.key_begin && key < tile.key_end;
+      return seen ? key_row<C>(params, rows, tile, key) : nullptr;
+    });
+    commit(ring.full[state.stage]);
+    state.advance();
+  }
+
+  __forceinline__ void load_q(const FwdTile& tile) {
+    const core::Rows& q = params.q_rows;
+    copy_rows<Plan::rows, Plan::panels_qk>(
+        shared_address(plan.q), q, params.head_dim, [&](int32 row) -> const uint16* {
+          const FwdRow at = find_row<C>(params, tile, row);
+          if (at.query >= tile.length_q) return nullptr;
+          return q.data + tile.batch_q * q.stride[0] + (tile.row_q + at.query) * q.stride[1] +
+                 at.head * q.stride[2];
+        });
+    commit(plan.q_ring.full[0]);
+  }
+
+  __forceinline__ void publish(const FwdTile& tile, int32 place) {
+    if (threadIdx.x != 0) return;
+    plan.tiles[place] = tile;
+    mbarrier_arrive(plan.tile_ring.full[place]);
+  }
+
+  __forceinline__ void run() {
+    FwdTile tile = find_tile<C>(params, static_cast<int32>(blockIdx.x));
+    const bool exists = tile.exists();
+    if (exists) publish(tile, 0);
+    if (exists && tile.count() > 0) {
+      load_q(tile);
+      for (int32 block = tile.end - 1; block >= tile.begin - 1; --block) {
+        if (block >= tile.begin) {
+          load_keys<Plan::panels_qk>(params.k_rows, params.head_dim, plan.k_ring, k_state,
+                                     plan.k[0], tile, block);
+        }
+        if (block + 1 < tile.end) {
+          load_keys<Plan::panels_v>(params.v_rows, params.head_dim_v, plan.v_ring, v_state,
+                                    plan.v[0], tile, block + 1);
+        }
+      }
+      settle();
+    }
+    tile.last = 1;
+    publish(tile, exists ? 1 : 0);
+  }
+};
+
+}  // namespace fovea::device

@@ -1,0 +1,203 @@
+// The forward kernel for Hopper: problem -> configuration -> kernel text.
+#include <algorithm>
+#include <cstdint>
+
+#include "core/mask.h"
+#include "runtime/forward_config.h"
+#include "runtime/forward_gpu.h"
+#include "runtime/source.h"
+
+namespace fovea::runtime {
+
+namespace {
+
+using core::DType;
+using core::FwdConfig;
+using core::int32;
+using core::int64;
+using core::Problem;
+using core::ScoreTransform;
+using core::View;
+
+// Whether every row is whole 16-byte chunks at 16-byte aligned addresses.
+bool is_chunked(const View& view, int64 columns) {
+  if (view.data == nullptr) return true;
+  bool whole = reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0 && columns % 8 == 0 &&
+               view.stride[3] == 1;
+  for (int i = 0; i < 3; ++i) whole = whole && view.stride[i] % 8 == 0;
+  return whole;
+}
+
+constexpr int32 swizzle_rows = 8;  // after which its pattern repeats
+
+// What measured best (docs/kernels/fwd_sm90.md); the registers of a tile decide what is possible.
+void choose_tile(FwdConfig& c, const Problem& p) {
+  const int32 widest = std::max(c.head_dim, c.head_dim_v);
+  const bool plain =
+      c.transform == ScoreTransform::none && !core::modifies_scores(c) && !c.has_dropout;
+  const bool windowed = core::is_windowed(c);
+  const bool long_keys = p.seqlen_k >= 8192;
+  if (widest <= 64) {
+    c.warpgroups = 3;
+    c.tile_k = plain && (long_keys || !windowed) ? 128 : 96;
+    c.stages = 4;
+  } else if (widest <= 128) {
+    c.tile_k = 128;
+  } else if (widest <= 192) {
+    c.tile_k = c.head_dim_v <= 128 ? 128 : 96;
+  } else {
+    c.tile_k = plain && !windowed && c.softmax == core::SoftmaxPolicy::sum_guard ? 80 : 64;
+    c.persistent = !(windowed && long_keys);
+  }
+  while (shared_bytes(c) > core::shared_limit_bytes && c.tile_k > 32) {
+    // Staging out where q was costs less than smaller tiles, but needs q to be as wide.
+    if (c.out_apart && c.head_dim >= c.head_dim_v) {
+      c.out_apart = false;
+    } else {
+      c.tile_k -= 16;
+    }
+  }
+}
+
+void choose_source(FwdConfig& c, const Problem& p) {
+  const Extents extent = extents_of(p);
+  const auto suits = [](const View& view, const int64(&e)[3], int64 columns) {
+    return !has_elements(view, e) || suits_copy_engine(view, e, columns);
+  };
+  const bool all = suits(p.q, extent.q, p.head_dim) && suits(p.k, extent.k, p.head_dim) &&
+                   suits(p.v, extent.k, p.head_dim_v);
+  if (all && !p.is_paged()) return;
+  if (all && page_box(p, c.tile_k) % swizzle_rows == 0) {
+    c.source = core::Source::paged;
+    return;
+  }
+  c.source = core::Source::gather;
+  c.chunked =
+      is_chunked(p.q, p.head_dim) && is_chunked(p.k, p.head_dim) && is_chunked(p.v, p.head_dim_v);
+  c.ragged = true;
+  c.persistent = false;
+}
+
+// Packing pays where query rows alone leave much of their last tile empty.
+bool should_pack(const Problem& p, const FwdConfig& c) {
+  if (p.group_size() == 1 || packed_queries(p, c) == 0) return false;
+  const auto filled = [](int64 rows, int64 capacity) {
+    return static_cast<double>(rows) / static_cast<double>(core::round_up(rows, capacity));
+  };
+  const int64 queries = std::max<int64>(p.seqlen_q, 1);
+  const int64 per_tile = packed_queries(p, c);
+  const double usable = static_cast<double>(per_tile * p.group_size()) / core::rows_of(c);
+  return filled(queries, core::rows_of(c)) < 0.9 * usable * filled(queries, per_tile);
+}
+
+// Blocks of keys that the longest tile visits.
+int64 longest_span(const Problem& p, const FwdConfig& c) {
+  int64 keys = p.seqlen_k;
+  if (p.window.left >= 0) {
+    const int64 right = p.window.right >= 0 ? std::min(p.window.right, keys) : keys;
+    keys = std::min(keys, std::min(p.window.left, keys) + right + core::rows_of(c));
+  }
+  return std::max<int64>(core::ceil_div(keys, c.tile_k), 1);
+}
+
+}  // namespace
+
+FwdConfig choose_forward_sm90(const Problem& p, core::SoftmaxPolicy softmax, int sm_count) {
+  FwdConfig c;
+  fill_features(c, p, softmax);
+  c.has_alibi = static_cast<bool>(p.alibi);
+  c.has_bias = static_cast<bool>(p.bias);
+  if (c.has_bias) c.bias_dtype = p.bias.dtype;
+  c.has_mask = static_cast<bool>(p.mask);
+  c.has_dropout = p.dropout.probability > 0.0f;
+  if (core::modifies_scores(c) && c.transform == ScoreTransform::none) {
+    c.transform = ScoreTransform::scale;
+  }
+  choose_tile(c, p);
+  choose_source(c, p);
+  c.packed = should_pack(p, c);
+  c.split = forward_splits(p, c, sm_count) > 1;
+  if (c.split) c.has_sink = false;  // added once, when the parts are merged
+  if (c.packed || c.split) c.tma_out = false;
+  return c;
+}
+
+int32 forward_splits(const Problem& p, const FwdConfig& c, int sm_count) {
+  const int64 span = longest_span(p, c);
+  if (p.num_splits > 0) return static_cast<int32>(std::min<int64>(p.num_splits, span));
+  // As few as fill the multiprocessors about as well as any number does, with a few blocks each.
+  const int64 tiles = count_tiles(p, c).tiles;
+  if (tiles == 0 || 10 * tiles >= 8 * int64{sm_count}) return 1;
+  const auto filled = [&](int64 splits) {
+    const int64 waves = core::ceil_div(tiles * splits, sm_count);
+    return static_cast<double>(tiles * splits) / static_cast<double>(waves * sm_count);
+  };
+  const int64 most = std::clamp<int64>(span / 4, 1, 128);
+  double best = 0.0;
+  for (int64 splits = 1; splits <= most; ++splits) best = std::max(best, filled(splits));
+  int64 splits = 1;
+  while (splits < most && filled(splits) < 0.85 * best) ++splits;
+  return static_cast<int32>(splits);
+}
+
+std::string forward_expression(const FwdConfig& c) {
+  ConfigText text("FwdConfig");
+  text.type("dtype", c.dtype);
+  text.type("out_dtype", c.out_dtype);
+  text.number("head_dim", c.head_dim);
+  text.number("head_dim_v", c.head_dim_v);
+  text.number("warpgroups", c.warpgroups);
+  text.number("tile_k", c.tile_k);
+  text.number("stages", c.stages);
+  text.softmax(c.softmax);
+  text.transform(c.transform);
+  text.flag("bound_right", c.bound_right);
+  text.flag("bound_left", c.bound_left);
+  text.flag("ragged", c.ragged);
+  text.flag("has_sink", c.has_sink);
+  text.source(c.source);
+  text.flag("chunked", c.chunked);
+  text.flag("packed", c.packed);
+  text.flag("split", c.split);
+  text.flag("has_alibi", c.has_alibi);
+  text.flag("has_bias", c.has_bias);
+  text.type("bias_dtype", c.bias_dtype);
+  text.flag("has_mask", c.has_mask);
+  text.flag("has_dropout", c.has_dropout);
+  text.flag("tma_out", c.tma_out);
+  text.flag("out_apart", c.out_apart);
+  text.flag("persistent", c.persistent);
+  text.flag("ping_pong", c.ping_pong);
+  text.flag("overlap", c.overlap);
+  text.number("promote", c.promote);
+  return text.value();
+}
+
+std::string forward_text(const FwdConfig& config) {
+  KernelSource source;
+  source.include = "device/fwd_sm90.cuh";
+  source.instructions = {
+      wgmma_text({.n = config.tile_k, .a = config.dtype, .b = config.dtype}, "fwd_scores"),
+      wgmma_text({.n = config.head_dim_v,
+                  .a = config.dtype,
+                  .b = config.dtype,
+                  .a_in_registers = true,
+                  .b_mn_major = true},
+                 "fwd_output")};
+  source.call = "fovea::device::fwd<" + forward_expression(config) + ">";
+  source.params = "fovea::core::FwdParams";
+  source.threads = core::threads_of(config);
+  return kernel_text(source);
+}
+
+std::string combine_text(DType out_dtype) {
+  const char* name = out_dtype == DType::bf16 ? "bf16" : out_dtype == DType::f16 ? "f16" : "f32";
+  KernelSource source;
+  source.include = "device/combine.cuh";
+  source.call = "fovea::device::combine<fovea::core::DType::" + std::string(name) + ">";
+  source.params = "fovea::core::CombineParams";
+  source.threads = core::combine_threads;
+  return kernel_text(source);
+}
+
+}  // namespace fovea::runtime
