@@ -283,6 +283,27 @@ TEST_F(Program, KeepsQuiet) {
   EXPECT_EQ(ended.out + ended.err, "");
 }
 
+TEST_F(Program, CompilesKernelsBesideItself) {
+  if (run("compile --only 'no kernel'").status != 0) GTEST_SKIP() << "no NVRTC here";
+  const std::string one = fmt::format("FOVEA_CACHE_DIR='{}' '{}' compile --only 'bf16 d64 full'",
+                                      files_.path("cache"), FOVEA_PROGRAM);
+  const std::string two = fmt::format("{0} >'{1}' & {0} >'{2}' && wait $!", one,
+                                      console_.path("first"), console_.path("second"));
+  ASSERT_EQ(std::system(("sh -c \"" + two + "\"").c_str()), 0);
+  for (const char* const name : {"first", "second"}) {
+    const std::string said = text_of(read_file(console_.path(name)));
+    EXPECT_NE(said.find("1 kernels in"), std::string::npos) << said;
+    EXPECT_NE(said.find("0 faults"), std::string::npos) << said;
+  }
+  std::size_t entries = 0;
+  for (const auto& file : std::filesystem::directory_iterator(files_.path("cache"))) {
+    EXPECT_EQ(file.path().extension(), ".kernel") << file.path();
+    ++entries;
+  }
+  EXPECT_EQ(entries, 1u);
+  EXPECT_EQ(run("compile --arch sm_80").status, 2);
+}
+
 }  // namespace
 }  // namespace fovea::test
 

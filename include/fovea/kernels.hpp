@@ -1,0 +1,41 @@
+// The GPU kernels as files: compiling them ahead of the calls that need them.
+//
+// A kernel is compiled when a plan first needs it, which takes about a second, and is kept in a
+// cache on disk (docs/environment.md). Whoever installs fovea, or builds an image of a machine, may
+// fill that cache before; a process that finds its kernels there needs no compiler.
+#pragma once
+
+#include <functional>
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace fovea {
+
+// What became of one kernel.
+struct CompiledKernel {
+  std::string name;  // "fwd bf16 d128 causal"
+  std::string arch;
+  double seconds = 0.0;
+  bool cached = false;  // it was in the cache already
+  int registers = 0;    // per thread, at entry
+  int spill_bytes = 0;
+  std::string fault;  // why it did not compile; empty when it did
+};
+
+struct CompileKernels {
+  std::string arch = "sm_90a";  // sm_90a, sm_100a or sm_103a
+  // Kernels for every feature; otherwise those of plain, causal and ragged calls in bf16 and f16
+  // with the usual head dimensions.
+  bool all = false;
+  std::string only;  // those whose name holds this text
+  int threads = 0;   // that compile; 0: one per core
+};
+
+// Compiles kernels into the cache and calls done(kernel) for each, one at a time, as they end. Safe
+// beside other processes that do the same. Gives the number of kernels that have a fault. Throws
+// Error for an unknown arch, Unsupported when there is no compiler.
+int compile_kernels(const CompileKernels& which,
+                    const std::function<void(const CompiledKernel&)>& done);
+
+}  // namespace fovea
