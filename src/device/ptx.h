@@ -414,6 +414,18 @@ __forceinline__ void reduce_add_x4(float* address, float4 v) {
                : "memory");
 }
 
+// ld.acquire.gpu: what was released by whoever wrote this word comes before what follows.
+__forceinline__ uint32 load_acquire(const uint32* address) {
+  uint32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// red.release.gpu: adds to a word, releasing what this thread has done before.
+__forceinline__ void add_release(uint32* address, uint32 value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 // ---- Cluster launch control (sm_100 and later)
 // ----------------------------------------------------
 

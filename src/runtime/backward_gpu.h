@@ -1,0 +1,69 @@
+// The backward pass on a GPU: problem -> configuration -> kernel texts -> launches, over the device
+// seam. Three kernels follow each other in the stream: what is needed of each row, dk and dv with
+// the sums of dq, and dq from its sums (device/bwd_rows.cuh, device/bwd_sm90.cuh).
+#pragma once
+
+#include <array>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/config_backward.h"
+#include "core/types.h"
+#include "runtime/device.h"
+#include "runtime/jit.h"
+
+namespace fovea::runtime {
+
+// Why the kernels of `arch` do not compute the gradients, as clauses that say what would help; none
+// when they do. Pointers count by their alignment only.
+std::vector<std::string> backward_supports(const core::Problem& problem,
+                                           const core::Gradients& gradients, std::string_view arch);
+
+// A configuration for gradients that backward_supports() accepts.
+core::BwdConfig choose_backward(const core::Problem& problem, const core::Gradients& gradients);
+
+enum class BackwardPart { prepare, main, finish };
+
+// The translation unit of a part.
+std::string backward_text(const core::BwdConfig& config, BackwardPart part);
+
+// What a launch needs. Every pointer, lengths included, is an address of the device, and the
+// problem fits the configuration.
+struct BackwardCall {
+  core::Problem problem;
+  core::Gradients gradients;
+  core::int64 total_k = 0;  // rows of k and v in all (varlen only)
+  // backward_workspace_bytes() with any content, 256-byte aligned, in use until the stream has
+  // passed.
+  DeviceAddress workspace = 0;
+};
+
+std::size_t backward_workspace_bytes(const core::Problem& problem, const core::BwdConfig& config);
+
+// The compiled and loaded kernels. Their device must outlive them.
+class BackwardKernels {
+ public:
+  // Throws CompileError, Unsupported (no compiler) or DeviceError.
+  BackwardKernels(Device& device, const core::BwdConfig& config, Jit& jit = default_jit());
+
+  // Puts the launches into the stream.
+  void run(const BackwardCall& call, Stream stream = {}) const;
+
+  const core::BwdConfig& config() const { return config_; }
+  const CompileResult& compiled(BackwardPart part) const {
+    return compiled_[static_cast<std::size_t>(part)];
+  }
+
+ private:
+  void launch(BackwardPart part, std::uint32_t ctas, std::uint32_t threads,
+              std::uint32_t shared_bytes, const core::BwdParams& params, Stream stream) const;
+
+  Device& device_;
+  core::BwdConfig config_;
+  std::array<CompileResult, 3> compiled_;
+  std::array<std::shared_ptr<Kernel>, 3> kernels_;
+};
+
+}  // namespace fovea::runtime
