@@ -13,11 +13,6 @@
 
 namespace fovea::device {
 
-template <DType dtype>
-__forceinline__ float widen(uint16 bits) {
-  return dtype == DType::bf16 ? core::bf16_to_float(bits) : core::f16_to_float(bits);
-}
-
 // One warp takes one row after the other; 128 threads take a block of rows.
 template <BwdConfig C>
 __device__ void bwd_prepare(const BwdParams& params) {

@@ -25,6 +25,38 @@
 
 namespace fovea::device {
 
+// ---- Work
+// ----------------------------------------------------------------------------------------
+
+// What this CTA works on. In shared memory, since registers are short.
+template <BwdConfig C>
+struct BwdWork {
+  static constexpr int32 rows = core::rows_of(C);
+
+  BwdSequence sequence;
+  int32 head_kv;
+  int32 key_begin;               // first key of the block
+  int32 row_begin, row_end;      // query rows that see any key of the block
+  int32 block_begin, block_end;  // their blocks
+
+  __forceinline__ void find(const BwdParams& params) {
+    const PairBlock at = pair_block(static_cast<int32>(blockIdx.x), params.batch * params.heads_kv,
+                                    params.section, params.key_blocks);
+    const int32 b = at.pair / params.heads_kv;
+    sequence = bwd_sequence<C>(params, b);
+    head_kv = at.pair - b * params.heads_kv;
+    key_begin = at.block * core::backward_keys;
+    const core::KeyRange seen = rows_that_see<C>(
+        params, sequence, key_begin, min(key_begin + core::backward_keys, sequence.length_k));
+    row_begin = static_cast<int32>(seen.begin);
+    row_end = static_cast<int32>(seen.end);
+    block_begin = row_begin / rows;
+    block_end = (row_end + rows - 1) / rows;
+  }
+
+  __forceinline__ bool exists() const { return key_begin < sequence.capacity_k; }
+};
+
 // ---- Plan: shared memory, barriers --------------------------------------------------------------
 
 // Tiles are panels of 64 columns, each [row][64] with the 128-byte swizzle.
@@ -52,6 +84,7 @@ struct BwdPlan {
   Ring<2> dout_ring;  // with delta
   Ring<1> dq_ring[core::dq_units];  // full: the threads of a warpgroup; free: the adding thread
   Barrier keys_full;
+  BwdWork<C> work;
 
   static constexpr uint32 consumer_warps = 8;
 
@@ -61,35 +94,6 @@ struct BwdPlan {
 
   static_assert(C.dtype == DType::bf16 || C.dtype == DType::f16);
   static_assert(C.head_dim == 64 || C.head_dim == 128);
-};
-
-// What this CTA works on; every role derives the same.
-template <BwdConfig C>
-struct BwdWork {
-  static constexpr int32 rows = core::rows_of(C);
-
-  BwdSequence sequence;
-  int32 head_kv;
-  int32 key_begin;               // first key of the block
-  int32 row_begin, row_end;      // query rows that see any key of the block
-  int32 block_begin, block_end;  // their blocks
-
-  __forceinline__ explicit BwdWork(const BwdParams& params) {
-    const PairBlock at = pair_block(static_cast<int32>(blockIdx.x), params.batch * params.heads_kv,
-                                    params.section, params.key_blocks);
-    const int32 b = at.pair / params.heads_kv;
-    sequence = bwd_sequence<C>(params, b);
-    head_kv = at.pair - b * params.heads_kv;
-    key_begin = at.block * core::backward_keys;
-    const core::KeyRange seen = rows_that_see<C>(
-        params, sequence, key_begin, min(key_begin + core::backward_keys, sequence.length_k));
-    row_begin = static_cast<int32>(seen.begin);
-    row_end = static_cast<int32>(seen.end);
-    block_begin = row_begin / rows;
-    block_end = (row_end + rows - 1) / rows;
-  }
-
-  __forceinline__ bool exists() const { return key_begin < sequence.capacity_k; }
 };
 
 // ---- Role: load, one thread ---------------------------------------------------------------------
@@ -226,6 +230,7 @@ struct BwdCompute {
   using Plan = BwdPlan<C>;
   static constexpr int32 score_count = Plan::rows / 2;
   static constexpr int32 gradient_count = C.head_dim / 2;
+  static constexpr int32 unit_count = core::dq_unit_floats / 128;
 
   Plan& plan;
   const BwdParams& params;
@@ -234,13 +239,10 @@ struct BwdCompute {
   RingState<2> state;
   RingState<1> dq_state;
 
-  float scores[score_count];            // raw, then P
-  float dscores[score_count];           // dP, then dS
   uint32 weights[Plan::rows / 16][4];   // P^T as operand A
   uint32 dweights[Plan::rows / 16][4];  // dS^T as operand A
   float dk[gradient_count];             // [64 x head_dim]
   float dv[gradient_count];
-  float dq[core::dq_unit_floats / 128];  // a unit: [64 x 64]
 
   __forceinline__ int32 thread() const { return static_cast<int32>(threadIdx.x % 128); }
   // Its row of the warpgroup's keys, seen from the block's first.
@@ -284,7 +286,7 @@ struct BwdCompute {
 
   // A unit of dq = dS k: with head_dim 64 this warpgroup's half of the rows, with 128 its half of
   // the columns. Both operands MN-major.
-  __forceinline__ void issue_dq() {
+  __forceinline__ void issue_dq(float (&dq)[unit_count]) {
     constexpr bool split_rows = C.head_dim == 64;
     constexpr uint32 panel_bytes = Plan::keys * Plan::row_bytes;
     const uint32 own = static_cast<uint32>(warpgroup) * panel_bytes;
@@ -318,7 +320,7 @@ struct BwdCompute {
   }
 
   // Hidden weights become zero by selection, whatever they were.
-  __forceinline__ void hide(int32 block) {
+  __forceinline__ void hide(float (&scores)[score_count], int32 block) {
     const BwdSequence& s = work.sequence;
     const int32 shift = s.length_k - s.length_q;
     const int32 query = block * Plan::rows + WgmmaAccumulator::col(thread(), 0);
@@ -379,7 +381,7 @@ struct BwdCompute {
 
   // -- One block of query rows
 
-  __forceinline__ void exponentiate() {
+  __forceinline__ void exponentiate(float (&scores)[score_count]) {
     const float* lse = plan.lse_log2[state.stage] + WgmmaAccumulator::col(thread(), 0);
 #pragma unroll
     for (int32 i = 0; i < score_count; i += 4) {
@@ -391,21 +393,18 @@ struct BwdCompute {
     }
   }
 
-  // dS = P (dP - delta); zero where P is, if anything is hidden: what dP holds there is garbage.
-  __forceinline__ void differentiate(bool hides) {
+  // dS = P (dP - delta), of P as dv takes it, so that the scores need not stay. Zero where P is, if
+  // anything is hidden: what dP holds there is garbage.
+  __forceinline__ void differentiate(float (&dscores)[score_count], bool hides) {
     const float* delta = plan.delta[state.stage] + WgmmaAccumulator::col(thread(), 0);
 #pragma unroll
-    for (int32 i = 0; i < score_count; i += 4) {
-      const float2 of = *reinterpret_cast<const float2*>(delta + 2 * i);
-      dscores[i] = scores[i] * (dscores[i] - of.x);
-      dscores[i + 1] = scores[i + 1] * (dscores[i + 1] - of.y);
-      dscores[i + 2] = scores[i + 2] * (dscores[i + 2] - of.x);
-      dscores[i + 3] = scores[i + 3] * (dscores[i + 3] - of.y);
-    }
-    if (!hides) return;
-#pragma unroll
-    for (int32 i = 0; i < score_count; ++i) {
-      if (scores[i] == 0.0f) dscores[i] = 0.0f;
+    for (int32 i = 0; i < score_count; i += 2) {
+      const float2 of = *reinterpret_cast<const float2*>(delta + 8 * (i / 4));
+      const float2 weight = unpack<C.dtype>(weights[i / 8][i / 2 % 4]);
+      dscores[i] = weight.x * (dscores[i] - of.x);
+      dscores[i + 1] = weight.y * (dscores[i + 1] - of.y);
+      if (hides && weight.x == 0.0f) dscores[i] = 0.0f;
+      if (hides && weight.y == 0.0f) dscores[i + 1] = 0.0f;
     }
   }
 
@@ -432,7 +431,7 @@ struct BwdCompute {
   }
 
   // Hands dq to the adding thread: number 4 j + i of a thread is word i of its j-th quad.
-  __forceinline__ void store_dq() {
+  __forceinline__ void store_dq(const float (&dq)[unit_count]) {
     Ring<1>& ring = plan.dq_ring[warpgroup];
     ring.wait_free(dq_state);
     const SharedAddress target = shared_address(plan.dq[0]) +
@@ -455,6 +454,10 @@ struct BwdCompute {
   }
 
   __forceinline__ void step(int32 block) {
+    // Not of the struct: nothing of them outlives the step.
+    float scores[score_count];   // raw, then P
+    float dscores[score_count];  // dP, then dS
+    float dq[unit_count];        // [64 x 64]
     plan.q_ring.wait_full(state);
     clear_unseen_rows(block);
     const SharedAddress q = stage_of(plan.q[0], Plan::query_bytes);
@@ -462,27 +465,29 @@ struct BwdCompute {
     wgmma_fence();
     issue_scores(scores, shared_address(plan.k), q);
     plan.dout_ring.wait_full(state);
+    wgmma_fence();
     issue_scores(dscores, shared_address(plan.v), dout);
     const bool hides = !sees_all(block);
     wgmma_wait<1>();
     wgmma_hold(scores);
-    exponentiate();
-    if (hides) hide(block);
+    exponentiate(scores);
+    if (hides) hide(scores, block);
     convert(weights, scores);
     wgmma_wait<0>();
     wgmma_hold(dscores);
-    differentiate(hides);
+    differentiate(dscores, hides);
     convert(dweights, dscores);
 
     wgmma_fence();
     issue_gradient(dv, weights, dout);
     store_dscores();
-    issue_dq();
+    wgmma_fence();
+    issue_dq(dq);
     issue_gradient(dk, dweights, q);
     wgmma_wait<1>();
     wgmma_hold(dq);
     release(plan.dout_ring);
-    store_dq();
+    store_dq(dq);
     wgmma_wait<0>();
     wgmma_hold(dk);
     wgmma_hold(dv);
@@ -551,9 +556,8 @@ __device__ void bwd(const BwdParams& params) {
   static_assert(sizeof(Plan) <= core::shared_bytes(C) &&
                 core::shared_bytes(C) <= core::shared_limit_bytes);
 
-  const BwdWork<C> work(params);
-  if (!work.exists()) return;
   if (threadIdx.x == 0) {
+    plan.work.find(params);
     plan.q_ring.init(1, Plan::consumer_warps);
     plan.dout_ring.init(1, Plan::consumer_warps);
     for (Ring<1>& ring : plan.dq_ring) ring.init(128, 1);
@@ -563,15 +567,16 @@ __device__ void bwd(const BwdParams& params) {
     tma_prefetch_map(&params.dout_map);
   }
   __syncthreads();
+  if (!plan.work.exists()) return;
 
   const int32 warp = warp_index();
   if (warp < 4) {
     registers_shrink<24>();
-    if (warp == 0 && elect_one()) BwdLoad<C>{plan, params, work}.run();
-    if (warp == 1 && elect_one()) BwdAdd<C>{plan, params, work}.run();
+    if (warp == 0 && elect_one()) BwdLoad<C>{plan, params, plan.work}.run();
+    if (warp == 1 && elect_one()) BwdAdd<C>{plan, params, plan.work}.run();
   } else {
     registers_grow<240>();
-    BwdCompute<C>{plan, params, work, warp / 4 - 1}.run();
+    BwdCompute<C>{plan, params, plan.work, warp / 4 - 1}.run();
   }
 }
 

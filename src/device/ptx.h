@@ -306,6 +306,13 @@ __forceinline__ uint32 unpack_e5m2x2(uint16 packed) {
   return halves;
 }
 
+// cvt.f32.f16: exact
+__forceinline__ float widen_f16(uint16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
 // ---- Matrices between registers and shared memory
 // ---------------------------------------------------
 

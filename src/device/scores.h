@@ -27,6 +27,21 @@ __forceinline__ uint32 pack(float low, float high) {
   return dtype == DType::bf16 ? pack_bf16x2(low, high) : pack_f16x2(low, high);
 }
 
+// One 16-bit number, and two from a register, low half first.
+template <DType dtype>
+__forceinline__ float widen(uint16 bits) {
+  return dtype == DType::bf16 ? __uint_as_float(static_cast<uint32>(bits) << 16) : widen_f16(bits);
+}
+
+template <DType dtype>
+__forceinline__ float2 unpack(uint32 packed) {
+  if constexpr (dtype == DType::bf16) {
+    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
+  } else {
+    return {widen_f16(static_cast<uint16>(packed)), widen_f16(static_cast<uint16>(packed >> 16))};
+  }
+}
+
 // tanh by the exponential: exact to fp32 rounding of its argument, unlike tanh.approx (2^-11).
 __forceinline__ float tanh_accurate(float x) {
   const float e = exp2_approximate(x * (2.0f * core::log2_e));

@@ -1,0 +1,70 @@
+// The backward kernels compile for the chip without spilled registers and without a line from ptxas
+// about serialised products.
+#include <gtest/gtest.h>
+
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "runtime/backward_gpu.h"
+#include "tests/jit/jit_support.h"
+
+namespace fovea::tests {
+namespace {
+
+using runtime::BackwardPart;
+
+struct Variant {
+  std::string name;
+  core::BwdConfig config;
+};
+
+std::ostream& operator<<(std::ostream& out, const Variant& v) { return out << v.name; }
+
+std::vector<Variant> variants() {
+  std::vector<Variant> list;
+  for (const core::int32 head_dim : {64, 128}) {
+    for (int set = 0; set < 16; ++set) {
+      const auto bit = [set](int place) { return (set >> place & 1) != 0; };
+      core::BwdConfig c;
+      c.dtype = bit(0) ? core::DType::bf16 : core::DType::f16;
+      c.wide = bit(1) && bit(3);
+      c.head_dim = head_dim;
+      c.bound_right = bit(0) || bit(1);
+      c.bound_left = bit(1);
+      c.ragged = bit(2);
+      c.deterministic = bit(3);
+      list.push_back({"d" + std::to_string(head_dim) + "_" + std::to_string(set), c});
+    }
+  }
+  return list;
+}
+
+class CompileBackward : public ::testing::TestWithParam<Variant> {};
+
+TEST_P(CompileBackward, WithoutSpills) {
+  const TemporaryFolder folder;
+  runtime::Jit jit({.cache_folder = folder.path()});
+  for (const BackwardPart part :
+       {BackwardPart::prepare, BackwardPart::main, BackwardPart::finish}) {
+    runtime::CompileRequest request;
+    request.text = runtime::backward_text(GetParam().config, part);
+    request.arch = "sm_90a";
+    request.format = runtime::ImageFormat::cubin;
+    try {
+      const runtime::CompileResult result = jit.compile(request);
+      ASSERT_EQ(result.image->report.kernels.size(), 1u);
+      const runtime::KernelResources& kernel = result.image->report.kernels.front();
+      EXPECT_EQ(kernel.spill_store_bytes + kernel.spill_load_bytes, 0);
+      RecordProperty("registers", kernel.registers);
+    } catch (const runtime::CompileError& error) {
+      FAIL() << error.what() << "\n" << error.log();
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, CompileBackward, ::testing::ValuesIn(variants()),
+                         [](const auto& instance) { return instance.param.name; });
+
+}  // namespace
+}  // namespace fovea::tests
