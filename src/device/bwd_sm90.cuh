@@ -271,6 +271,12 @@ struct BwdCompute {
     wgmma_commit();
   }
 
+  __forceinline__ void issue_dp(float (&dscores)[score_count], SharedAddress dout) {
+    plan.dout_ring.wait_full(state);
+    wgmma_fence();
+    issue_scores(dscores, shared_address(plan.v), dout);
+  }
+
   // C += A B: P^T dout, or dS^T q. A from registers, B MN-major.
   __forceinline__ void issue_gradient(float (&c)[gradient_count],
                                       const uint32 (&a)[Plan::rows / 16][4],
@@ -319,21 +325,25 @@ struct BwdCompute {
     return all;
   }
 
-  // Hidden weights become zero by selection, whatever they were.
-  __forceinline__ void hide(float (&scores)[score_count], int32 block) {
-    const BwdSequence& s = work.sequence;
-    const int32 shift = s.length_k - s.length_q;
-    const int32 query = block * Plan::rows + WgmmaAccumulator::col(thread(), 0);
-    const int32 key = work.key_begin + own_key();
-#pragma unroll
-    for (int32 i = 0; i < score_count; ++i) {
+  // What a thread's keys and queries see of each other in this block.
+  struct Sight {
+    int32 key, query;  // of element 0
+    int32 length_k, length_q, shift;
+
+    __forceinline__ bool sees(const BwdParams& params, int32 i) const {
       const int32 row = query + 8 * (i / 4) + i % 2;
       const int32 column = key + 8 * ((i / 2) % 2);
-      bool seen = row < s.length_q && column < s.length_k;
+      bool seen = row < length_q && column < length_k;
       if constexpr (C.bound_right) seen = seen && column <= row + shift + params.window_right;
       if constexpr (C.bound_left) seen = seen && column >= row + shift - params.window_left;
-      if (!seen) scores[i] = 0.0f;
+      return seen;
     }
+  };
+
+  __forceinline__ Sight sight(int32 block) const {
+    const BwdSequence& s = work.sequence;
+    return {work.key_begin + own_key(), block * Plan::rows + WgmmaAccumulator::col(thread(), 0),
+            s.length_k, s.length_q, s.length_k - s.length_q};
   }
 
   // Clears the rows outside [begin, end) of a tile of `count` rows: 0 x NaN is NaN.
@@ -381,37 +391,37 @@ struct BwdCompute {
 
   // -- One block of query rows
 
-  __forceinline__ void exponentiate(float (&scores)[score_count]) {
+  // P, of which hidden elements become zero by selection, whatever they were.
+  template <bool hides>
+  __forceinline__ void exponentiate(const float (&scores)[score_count], int32 block) {
     const float* lse = plan.lse_log2[state.stage] + WgmmaAccumulator::col(thread(), 0);
+    Sight view{};
+    if constexpr (hides) view = sight(block);
 #pragma unroll
-    for (int32 i = 0; i < score_count; i += 4) {
-      const float2 of = *reinterpret_cast<const float2*>(lse + 2 * i);
-      scores[i] = exp2_approximate(fmaf(scores[i], params.scale_log2, -of.x));
-      scores[i + 1] = exp2_approximate(fmaf(scores[i + 1], params.scale_log2, -of.y));
-      scores[i + 2] = exp2_approximate(fmaf(scores[i + 2], params.scale_log2, -of.x));
-      scores[i + 3] = exp2_approximate(fmaf(scores[i + 3], params.scale_log2, -of.y));
+    for (int32 i = 0; i < score_count; i += 2) {
+      const float2 of = *reinterpret_cast<const float2*>(lse + 8 * (i / 4));
+      float low = exp2_approximate(fmaf(scores[i], params.scale_log2, -of.x));
+      float high = exp2_approximate(fmaf(scores[i + 1], params.scale_log2, -of.y));
+      if (hides && !view.sees(params, i)) low = 0.0f;
+      if (hides && !view.sees(params, i + 1)) high = 0.0f;
+      weights[i / 8][i / 2 % 4] = pack<C.dtype>(low, high);
     }
   }
 
   // dS = P (dP - delta), of P as dv takes it, so that the scores need not stay. Zero where P is, if
   // anything is hidden: what dP holds there is garbage.
-  __forceinline__ void differentiate(float (&dscores)[score_count], bool hides) {
+  template <bool hides>
+  __forceinline__ void differentiate(const float (&dscores)[score_count]) {
     const float* delta = plan.delta[state.stage] + WgmmaAccumulator::col(thread(), 0);
 #pragma unroll
     for (int32 i = 0; i < score_count; i += 2) {
       const float2 of = *reinterpret_cast<const float2*>(delta + 8 * (i / 4));
       const float2 weight = unpack<C.dtype>(weights[i / 8][i / 2 % 4]);
-      dscores[i] = weight.x * (dscores[i] - of.x);
-      dscores[i + 1] = weight.y * (dscores[i + 1] - of.y);
-      if (hides && weight.x == 0.0f) dscores[i] = 0.0f;
-      if (hides && weight.y == 0.0f) dscores[i + 1] = 0.0f;
-    }
-  }
-
-  __forceinline__ void convert(uint32 (&to)[Plan::rows / 16][4], const float (&from)[score_count]) {
-#pragma unroll
-    for (int32 i = 0; i < score_count / 2; ++i) {
-      to[i / 4][i % 4] = pack<C.dtype>(from[2 * i], from[2 * i + 1]);
+      float low = weight.x * (dscores[i] - of.x);
+      float high = weight.y * (dscores[i + 1] - of.y);
+      if (hides && weight.x == 0.0f) low = 0.0f;
+      if (hides && weight.y == 0.0f) high = 0.0f;
+      dweights[i / 8][i / 2 % 4] = pack<C.dtype>(low, high);
     }
   }
 
@@ -455,8 +465,8 @@ struct BwdCompute {
 
   __forceinline__ void step(int32 block) {
     // Not of the struct: nothing of them outlives the step.
-    float scores[score_count];   // raw, then P
-    float dscores[score_count];  // dP, then dS
+    float scores[score_count];
+    float dscores[score_count];  // dP
     float dq[unit_count];        // [64 x 64]
     plan.q_ring.wait_full(state);
     clear_unseen_rows(block);
@@ -464,19 +474,25 @@ struct BwdCompute {
     const SharedAddress dout = stage_of(plan.dout[0], Plan::query_bytes);
     wgmma_fence();
     issue_scores(scores, shared_address(plan.k), q);
-    plan.dout_ring.wait_full(state);
-    wgmma_fence();
-    issue_scores(dscores, shared_address(plan.v), dout);
+    // Side by side where the registers hold both.
+    constexpr bool together = C.head_dim == 128;
+    if constexpr (together) issue_dp(dscores, dout);
     const bool hides = !sees_all(block);
-    wgmma_wait<1>();
+    wgmma_wait<together ? 1 : 0>();
     wgmma_hold(scores);
-    exponentiate(scores);
-    if (hides) hide(scores, block);
-    convert(weights, scores);
+    if (hides) {
+      exponentiate<true>(scores, block);
+    } else {
+      exponentiate<false>(scores, block);
+    }
+    if constexpr (!together) issue_dp(dscores, dout);
     wgmma_wait<0>();
     wgmma_hold(dscores);
-    differentiate(dscores, hides);
-    convert(dweights, dscores);
+    if (hides) {
+      differentiate<true>(dscores);
+    } else {
+      differentiate<false>(dscores);
+    }
 
     wgmma_fence();
     issue_gradient(dv, weights, dout);
