@@ -1,0 +1,123 @@
+"""The one call behind all functions: outputs are made, the native library computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fovea import _libraries, _native
+from fovea._libraries import Array
+
+Window = tuple[int | None, int | None]
+
+
+def window_bounds(window: Window) -> tuple[int, int]:
+    """(left, right) with -1 for unbounded, which None means too."""
+    try:
+        left, right = window
+    except (TypeError, ValueError):
+        raise ValueError(f"window_size is {window!r}; it must be (left, right)") from None
+    left = -1 if left is None else left
+    right = -1 if right is None else right
+    if left < -1 or right < -1:
+        raise ValueError(
+            f"window_size is {window!r}; each side must be -1 or None for unbounded, or the number "
+            "of keys to see on that side"
+        )
+    return left, right
+
+
+def with_names(error: Exception, names: dict[str, str]) -> Exception:
+    """The same error, about the argument as the caller knows it: 'k has ...' -> 'k_cache has ...'."""
+    first, separator, rest = str(error).partition(" ")
+    return type(error)(names.get(first, first) + separator + rest)
+
+
+def native_attend(
+    library: _libraries.Library,
+    q: Array,
+    k: Array,
+    v: Array,
+    tensors: tuple[Array, ...],
+    settings: tuple[Any, ...],
+    heads_first: bool,
+    need_lse: bool,
+) -> tuple[Array, Array]:
+    """(out, lse) of the native library; lse is None unless needed.
+
+    tensors: bias, mask, sink, alibi, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table.
+    settings: what Call takes after the tensors, but for heads_first.
+    """
+    shape = q.shape
+    width = v.shape[-1]
+    if len(shape) == 4:
+        batch, rows, heads = shape[0], shape[1], shape[2]
+        if heads_first:
+            rows, heads = heads, rows
+            out_shape = (batch, heads, rows, width)
+        else:
+            out_shape = (batch, rows, heads, width)
+        lse_shape = (batch, heads, rows)
+    elif len(shape) == 3:
+        out_shape = (shape[0], shape[1], width)
+        lse_shape = (shape[1], shape[0])
+    else:
+        raise ValueError(
+            f"q has shape {tuple(shape)}; it must be (batch, seqlen, heads, head_dim) or "
+            "(total, heads, head_dim)"
+        )
+    out = library.empty(q, out_shape)
+    lse = library.empty(q, lse_shape, "float32") if need_lse else None
+    call = _native.Call(q, k, v, out, lse, *tensors, *settings, heads_first)
+    _native.attention(call, "auto", 0)
+    return library.finish(out, q), None if lse is None else library.finish(lse, q)
+
+
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    bias: Array = None,
+    mask: Array = None,
+    sink: Array = None,
+    alibi: Array = None,
+    cu_seqlens_q: Array = None,
+    cu_seqlens_k: Array = None,
+    seqused_q: Array = None,
+    seqused_k: Array = None,
+    block_table: Array = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window: Window = (-1, -1),
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    num_splits: int = 0,
+    deterministic: bool = False,
+    heads_first: bool = False,
+    need_lse: bool = False,
+    names: dict[str, str] | None = None,
+) -> tuple[Array, Array]:
+    """(out, lse). lse may be None unless needed. `names` renames arguments in errors."""
+    if not isinstance(causal, (bool, int)):
+        raise TypeError(f"causal is {causal!r}; it must be True or False")
+    left, right = window_bounds(window)
+    tensors = (
+        bias, mask, sink, alibi, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table,
+    )
+    numbers = (max_seqlen_q, max_seqlen_k, softmax_scale, bool(causal), left, right, softcap)
+    try:
+        if _libraries.is_torch(q):
+            return _libraries.torch_backend.attend(
+                q, k, v, tensors, numbers, dropout_p, num_splits, deterministic, need_lse
+            )
+        library = _libraries.library_of(q, "q")
+        _libraries.library_of(v, "v")
+        seed = _libraries.next_seed() if dropout_p else 0
+        settings = (*numbers, dropout_p, seed, 0, num_splits, deterministic)
+        return native_attend(library, q, k, v, tensors, settings, heads_first, need_lse)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        if names is None:
+            raise
+        raise with_names(error, names) from None

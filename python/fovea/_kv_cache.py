@@ -1,0 +1,216 @@
+"""Decoding: attention over a KV cache that the call extends."""
+
+from __future__ import annotations
+
+from fovea import _libraries, _native
+from fovea._core import Window, attend, window_bounds
+from fovea._libraries import Array, host_int32
+from fovea._options import chunk_mask, join_qv, refuse_descale
+
+_names = {
+    "k": "k_cache",
+    "v": "v_cache",
+    "seqused_k": "cache_seqlens",
+    "window_left": "window_size",
+    "window_right": "window_size",
+    "alibi": "alibi_slopes",
+    "sink": "learnable_sink",
+}
+
+
+def flash_attn_with_kvcache(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    k: Array = None,
+    v: Array = None,
+    qv: Array = None,
+    rotary_cos: Array = None,
+    rotary_sin: Array = None,
+    cache_seqlens: Array | int | None = None,
+    cache_batch_idx: Array = None,
+    cache_leftpad: Array = None,
+    page_table: Array = None,
+    cu_seqlens_q: Array = None,
+    cu_seqlens_k_new: Array = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Array = None,
+    q_descale: Array = None,
+    k_descale: Array = None,
+    v_descale: Array = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: object = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    block_table: Array = None,
+    alibi_slopes: Array = None,
+    learnable_sink: Array = None,
+) -> Array:
+    """Attention of new queries over a cache, to which k and v are appended first, in place.
+
+    q: (batch, seqlen_q, heads, head_dim), or with cu_seqlens_q (total_q, heads, head_dim)
+    k_cache: (slots, capacity, heads_kv, head_dim); with a table (pages, page_size, heads_kv, head_dim)
+    v_cache: as k_cache, with head_dim_v
+    k, v: (batch, seqlen_new, heads_kv, head_dim), or with cu_seqlens_k_new packed: written to the cache
+        at cache_seqlens, cache_seqlens + 1, ...
+    rotary_cos, rotary_sin: (positions, rotary_dim / 2): turn k at its position in the cache, and q at
+        cache_seqlens, cache_seqlens + 1, ... if causal or windowed, else all rows at cache_seqlens
+    rotary_interleaved: turn the pairs (0, 1), (2, 3), ...; else (0, rotary_dim / 2), ...
+    rotary_seqlens: (batch): first positions for rotary instead of cache_seqlens
+    cache_seqlens: int or (batch): keys in the cache before this call; default all of its capacity
+    cache_batch_idx: (batch): the slot of each sequence, default 0, 1, ...
+    cache_leftpad: (batch): the first key of each sequence that counts
+    page_table, block_table (two names of one argument): (batch, pages of a sequence)
+    num_splits, pack_gqa, sm_margin, scheduler_metadata: scheduling; no result depends on them
+
+    The rest as flash_attn_func. Returns out like q with head_dim_v, and with return_softmax_lse also
+    lse (batch, heads, seqlen_q), or packed (heads, total_q). There is no backward pass.
+    """
+    del scheduler_metadata, pack_gqa, sm_margin
+    refuse_descale(q, q_descale, k_descale, v_descale)
+    if page_table is not None and block_table is not None:
+        raise ValueError("block_table and page_table are two names of one argument; give one")
+    table = block_table if page_table is None else page_table
+    if table is not None and cache_batch_idx is not None:
+        raise ValueError("cache_batch_idx says where sequences are; so does block_table: give one")
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise ValueError("rotary_cos and rotary_sin belong together; give both or none")
+    if (k is None) != (v is None):
+        raise ValueError("k and v belong together; give both or none")
+    batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    lengths = _lengths(cache_seqlens, batch, q)
+    if lengths is None and (k is not None or rotary_cos is not None):
+        raise ValueError("cache_seqlens is None; k, v and rotary_cos need to know where new keys go")
+
+    if table is None and cache_batch_idx is None and k_cache.shape[0] != batch:
+        raise ValueError(
+            f"k_cache has {k_cache.shape[0]} slots but q {batch} sequences; cache_batch_idx says "
+            "which slot each one has"
+        )
+    if cache_batch_idx is not None:  # a slot is a page as long as the capacity
+        table = host_int32(cache_batch_idx, q).reshape(-1, 1)
+    if k is not None:
+        lengths = _append(
+            q, k_cache, v_cache, k, v, lengths, table, cu_seqlens_k_new, rotary_cos, rotary_sin,
+            rotary_seqlens, rotary_interleaved,
+        )
+    if rotary_cos is not None and k is not None:
+        added = _new_keys(k, cu_seqlens_k_new)
+        start = lengths - added if rotary_seqlens is None else rotary_seqlens
+        still = not causal and window_bounds(window_size) == (-1, -1)
+        q = _rotate(q, start, cu_seqlens_q, rotary_cos, rotary_sin, rotary_interleaved, still)
+    elif rotary_cos is not None:
+        raise ValueError("rotary_cos is given without k and v, whose positions it turns")
+
+    q, keys, softmax_scale = join_qv(q, k_cache, v_cache, qv, softmax_scale)
+    if lengths is None and table is not None:
+        lengths = host_int32([table.shape[1] * k_cache.shape[1]] * batch, q)
+    mask = _mask(q, k_cache, table, lengths, cu_seqlens_q, max_seqlen_q, attention_chunk)
+    if cache_leftpad is not None:
+        visible = _behind_padding(cache_leftpad, _capacity(k_cache, table), q)
+        mask = visible if mask is None else mask & visible
+    out, lse = attend(
+        q, keys, v_cache, mask=mask, sink=learnable_sink, alibi=alibi_slopes,
+        cu_seqlens_q=cu_seqlens_q, seqused_k=lengths, block_table=table,
+        max_seqlen_q=0 if cu_seqlens_q is None else max_seqlen_q or 0,
+        softmax_scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
+        num_splits=num_splits, need_lse=return_softmax_lse, names=_names,
+    )
+    return (out, lse) if return_softmax_lse else out
+
+
+def _lengths(cache_seqlens: Array | int | None, batch: int, like: Array) -> Array:
+    if cache_seqlens is None:
+        return None
+    if isinstance(cache_seqlens, int):
+        return host_int32([cache_seqlens] * batch, like)
+    if len(cache_seqlens) != batch:
+        raise ValueError(f"cache_seqlens has {len(cache_seqlens)} entries but q {batch} sequences")
+    return host_int32(cache_seqlens, like)
+
+
+def _new_keys(k: Array, cu_seqlens_k_new: Array) -> Array | int:
+    if cu_seqlens_k_new is None:
+        return k.shape[1]
+    return cu_seqlens_k_new[1:] - cu_seqlens_k_new[:-1]
+
+
+def _capacity(k_cache: Array, table: Array) -> int:
+    return k_cache.shape[1] * (1 if table is None else table.shape[1])
+
+
+def _append(
+    q: Array, k_cache: Array, v_cache: Array, k: Array, v: Array, lengths: Array, table: Array,
+    cu_seqlens_k_new: Array, rotary_cos: Array, rotary_sin: Array, rotary_seqlens: Array,
+    rotary_interleaved: bool,
+) -> Array:
+    """Writes k and v into the cache; returns the lengths with them."""
+    if len(lengths) == 0:
+        return lengths
+    if rotary_cos is not None and rotary_seqlens is not None:
+        k = _rotate(
+            k, rotary_seqlens, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved, False
+        )
+        rotary_cos = rotary_sin = None
+    places = host_int32(range(len(lengths)), q).reshape(-1, 1) if table is None else table
+    arguments = (
+        k_cache, v_cache, k, v, lengths, places, cu_seqlens_k_new, rotary_cos, rotary_sin,
+        rotary_interleaved,
+    )
+    if _libraries.is_torch(k_cache):
+        _libraries.torch_backend.append(*arguments)
+    else:
+        _libraries.writable(k_cache, "k_cache")
+        _libraries.writable(v_cache, "v_cache")
+        _native.append(*arguments)
+    return lengths + host_int32(_new_keys(k, cu_seqlens_k_new), q)
+
+
+def _rotate(
+    q: Array, positions: Array, cu_seqlens: Array, cos: Array, sin: Array, interleaved: bool,
+    one_position: bool,
+) -> Array:
+    if _libraries.is_torch(q):
+        return _libraries.torch_backend.rotate(
+            q, positions, cu_seqlens, cos, sin, interleaved, one_position
+        )
+    library = _libraries.library_of(q, "q")
+    turned = library.empty(q, q.shape)
+    _native.rotate(q, turned, positions, cu_seqlens, cos, sin, interleaved, one_position)
+    return turned
+
+
+def _mask(
+    q: Array, k_cache: Array, table: Array, lengths: Array, cu_seqlens_q: Array,
+    max_seqlen_q: int | None, attention_chunk: int,
+) -> Array:
+    if not attention_chunk:
+        return None
+    if cu_seqlens_q is not None and not max_seqlen_q:
+        raise ValueError(f"max_seqlen_q is {max_seqlen_q}; attention_chunk needs it for its mask")
+    rows = q.shape[1] if cu_seqlens_q is None else max_seqlen_q
+    return chunk_mask(
+        attention_chunk, q, rows, k_cache.shape[1], cu_seqlens_q, None, None, lengths, table
+    )
+
+
+def _behind_padding(leftpad: Array, capacity: int, like: Array) -> Array:
+    """(batch, 1, 1, capacity): True from the first key that counts."""
+    if _libraries.is_torch(like):
+        import torch as namespace
+
+        key = namespace.arange(capacity, device=like.device)
+    else:
+        import numpy as namespace
+
+        key = namespace.arange(capacity)
+    first = host_int32(leftpad, like).reshape(-1, 1, 1, 1)
+    return key.reshape(1, 1, 1, -1) >= first

@@ -1,0 +1,163 @@
+"""What differs between the libraries whose tensors fovea computes with: how to make new ones."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+Array = Any  # a tensor of torch, numpy, jax or cupy
+
+
+class NoTensor:
+    """Stands for torch.Tensor as long as torch is not imported: nothing is an instance."""
+
+
+torch_tensor: type = NoTensor
+torch_backend: Any = None  # fovea._torch, once torch is there
+_seeds = random.Random()
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the dropout of numpy, jax and cupy calls. Calls on torch follow torch.manual_seed."""
+    _seeds.seed(seed)
+
+
+def next_seed() -> int:
+    return _seeds.getrandbits(63)
+
+
+def use_torch() -> None:
+    """Define the operators, and let calls on torch tensors go through them."""
+    global torch_tensor, torch_backend
+    import torch
+
+    from fovea import _torch
+
+    torch_tensor, torch_backend = torch.Tensor, _torch
+
+
+def is_torch(tensor: Array) -> bool:
+    if isinstance(tensor, torch_tensor):
+        return True
+    if torch_tensor is NoTensor and type(tensor).__module__.split(".")[0] == "torch":
+        use_torch()
+        return isinstance(tensor, torch_tensor)
+    return False
+
+
+def _root(tensor: Array) -> str:
+    return type(tensor).__module__.split(".")[0]
+
+
+def _is_jax(tensor: Array) -> bool:
+    return _root(tensor) in ("jax", "jaxlib")
+
+
+class _Numpy:
+    """numpy, and what is computed on the CPU for a library whose arrays cannot be written to."""
+
+    @staticmethod
+    def empty(like: Array, shape: Sequence[int], dtype: str | None = None) -> Array:
+        import numpy
+
+        return numpy.empty(tuple(shape), like.dtype if dtype is None else dtype)
+
+    @staticmethod
+    def finish(array: Array, like: Array) -> Array:
+        return array
+
+
+class _Jax(_Numpy):
+    @staticmethod
+    def finish(array: Array, like: Array) -> Array:
+        import jax
+
+        return jax.numpy.asarray(array)
+
+
+class _Cupy:
+    @staticmethod
+    def empty(like: Array, shape: Sequence[int], dtype: str | None = None) -> Array:
+        import cupy
+
+        return cupy.empty(tuple(shape), like.dtype if dtype is None else dtype)
+
+    @staticmethod
+    def finish(array: Array, like: Array) -> Array:
+        return array
+
+
+class _Torch:
+    @staticmethod
+    def empty(like: Array, shape: Sequence[int], dtype: str | None = None) -> Array:
+        import torch
+
+        return like.new_empty(shape, dtype=None if dtype is None else getattr(torch, dtype))
+
+    @staticmethod
+    def finish(array: Array, like: Array) -> Array:
+        return array
+
+
+Library = type[_Numpy] | type[_Jax] | type[_Cupy] | type[_Torch]
+_known: dict[type, Library] = {}
+
+
+def library_of(tensor: Array, argument: str) -> Library:
+    """How to make tensors like this one. TypeError names the argument."""
+    kind = type(tensor)
+    found = _known.get(kind)
+    if found is not None:
+        return found
+    if is_torch(tensor):
+        library: Library = _Torch
+    elif _is_jax(tensor):
+        if "Tracer" in kind.__name__:
+            raise TypeError(
+                f"{argument} is traced by jax, and fovea computes on arrays; "
+                "jax.pure_callback calls it from a traced function"
+            )
+        library = _Jax
+    elif _root(tensor) == "cupy":
+        library = _Cupy
+    elif hasattr(tensor, "__array_interface__"):
+        library = _Numpy
+    else:
+        raise TypeError(
+            f"{argument} is a {kind.__name__}; it must be a tensor of torch, numpy, jax or cupy"
+        )
+    _known[kind] = library
+    return library
+
+
+def is_boolean(tensor: Array) -> bool:
+    if is_torch(tensor):
+        return tensor.dtype is torch_backend.torch.bool
+    return str(tensor.dtype) == "bool"
+
+
+def writable(tensor: Array, argument: str) -> Array:
+    if _is_jax(tensor):
+        raise TypeError(f"{argument} is a jax array, which cannot be written to; numpy's can")
+    return tensor
+
+
+def host_int32(numbers: Array, like: Array) -> Array:
+    """int32 numbers where a host tensor of lengths is wanted, for any sequence of integers."""
+    if is_torch(like):
+        import torch
+
+        return torch.as_tensor(numbers, dtype=torch.int32, device=like.device)
+    if _root(like) == "cupy":
+        import cupy
+
+        return cupy.asarray(numbers, dtype="int32")
+    import numpy
+
+    return numpy.asarray(numbers, dtype="int32")
+
+
+if "torch" in sys.modules:
+    use_torch()

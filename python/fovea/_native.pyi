@@ -1,0 +1,75 @@
+from typing import Any
+
+class Call:
+    """One attention call: its tensors, lengths and settings."""
+
+    def __init__(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        bias: Any,
+        mask: Any,
+        sink: Any,
+        alibi: Any,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        seqused_q: Any,
+        seqused_k: Any,
+        block_table: Any,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float | None,
+        causal: bool,
+        window_left: int,
+        window_right: int,
+        softcap: float,
+        dropout_p: float,
+        dropout_seed: int,
+        dropout_offset: int,
+        num_splits: int,
+        deterministic: bool,
+        heads_first: bool,
+    ) -> None: ...
+
+class Plan:
+    """A validated call with its chosen configuration."""
+
+    @property
+    def workspace_bytes(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+    def explain(self) -> str: ...
+    def run(self, call: Call, workspace: Any) -> None: ...
+
+def plan(call: Call, device: str, threads: int) -> Plan: ...
+def attention(call: Call, device: str, threads: int) -> None: ...
+def seconds_of_attention(call: Call, repeat: int, threads: int) -> float: ...
+def merge(outs: list[Any], lses: list[Any], out: Any, lse: Any, sink: Any) -> None: ...
+def append(
+    k_cache: Any,
+    v_cache: Any,
+    k: Any,
+    v: Any,
+    cache_seqlens: Any,
+    block_table: Any,
+    cu_seqlens_k_new: Any,
+    rotary_cos: Any,
+    rotary_sin: Any,
+    rotary_interleaved: bool,
+) -> None: ...
+def rotate(
+    q: Any,
+    out: Any,
+    positions: Any,
+    cu_seqlens_q: Any,
+    rotary_cos: Any,
+    rotary_sin: Any,
+    rotary_interleaved: bool,
+    one_position: bool,
+) -> None: ...
+def run_program(arguments: list[str]) -> int: ...
+def version() -> str: ...
+def cpu_instruction_set() -> str: ...

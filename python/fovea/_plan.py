@@ -1,0 +1,130 @@
+"""For engines: validate and choose once, run many times, allocate nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fovea import _libraries, _native
+from fovea._core import Window, window_bounds
+from fovea._libraries import Array
+
+_tensors = ("q", "k", "v", "out", "lse", "bias", "mask", "sink", "alibi")
+_lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table")
+_defaults: dict[str, Any] = {
+    "max_seqlen_q": 0,
+    "max_seqlen_k": 0,
+    "softmax_scale": None,
+    "causal": False,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "dropout_p": 0.0,
+    "dropout_seed": 0,
+    "dropout_offset": 0,
+    "num_splits": 0,
+    "deterministic": False,
+    "layout": "bshd",
+}
+
+
+def _call(arguments: dict[str, Any]) -> _native.Call:
+    for name in arguments:
+        if name not in _tensors and name not in _lengths and name not in _defaults:
+            raise TypeError(f"{name} is no argument of an attention call")
+    for name in ("q", "k", "v", "out"):
+        if arguments.get(name) is None:
+            raise TypeError(f"{name} is missing; a call needs q, k, v and out")
+    for name in ("out", "lse"):
+        _libraries.writable(arguments.get(name), name)
+    options = {name: arguments.get(name, default) for name, default in _defaults.items()}
+    layout = options.pop("layout")
+    if layout not in ("bshd", "bhsd"):
+        raise ValueError(f"layout is {layout!r}; it must be 'bshd' or 'bhsd'")
+    left, right = window_bounds(options["window_size"])
+    return _native.Call(
+        *(arguments.get(name) for name in _tensors),
+        *(arguments.get(name) for name in _lengths),
+        options["max_seqlen_q"],
+        options["max_seqlen_k"],
+        options["softmax_scale"],
+        options["causal"],
+        left,
+        right,
+        options["softcap"],
+        options["dropout_p"],
+        options["dropout_seed"],
+        options["dropout_offset"],
+        options["num_splits"],
+        options["deterministic"],
+        layout == "bhsd",
+    )
+
+
+class Plan:
+    """A validated call with its chosen configuration; plan() makes it."""
+
+    def __init__(self, arguments: dict[str, Any], device: str, threads: int) -> None:
+        self._arguments = arguments
+        self._plan = _native.plan(_call(arguments), device, threads)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that run() needs as workspace."""
+        return self._plan.workspace_bytes
+
+    @property
+    def device(self) -> str:
+        """Where the plan runs: "cpu", "cuda", ..."""
+        return self._plan.device
+
+    def explain(self) -> str:
+        """The choice, its reasons, and the reasons against the other devices."""
+        return self._plan.explain()
+
+    def run(self, workspace: Array = None, **arguments: Any) -> None:
+        """Compute; outputs are written in place and nothing is allocated.
+
+        workspace: workspace_bytes elements of 8 bits, one-dimensional. None makes one for this run.
+        arguments: what differs from the planned call: tensors of the planned shapes, lengths and
+            page numbers within the planned bounds, dropout_seed, dropout_offset.
+        """
+        call = _call({**self._arguments, **arguments})
+        if workspace is None and self.workspace_bytes:
+            q = arguments.get("q", self._arguments["q"])
+            library = _libraries.library_of(q, "q")
+            workspace = library.empty(q, (self.workspace_bytes,), "uint8")
+        self._plan.run(call, workspace)
+
+
+def plan(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array = None,
+    *,
+    device: str = "auto",
+    threads: int = 0,
+    **arguments: Any,
+) -> Plan:
+    """Validate a call and choose how to compute it.
+
+    q: (batch, seqlen_q, heads, head_dim), or packed (total_q, heads, head_dim) with cu_seqlens_q
+    k, v: likewise, or (pages, page_size, heads_kv, head_dim) with block_table and seqused_k
+    out: as q, with the head dimension of v; lse: (batch, heads, seqlen_q) or (heads, total_q), float32
+    device: "auto", "cpu", "cuda", "emulated:sm_90a" or "emulated:sm_100a"
+    threads: of a CPU run; 0 takes the default
+
+    Further keywords: bias, mask (batch, heads, seqlen_q, seqlen_k; 1 broadcasts), sink (heads), alibi
+    (heads) or (batch, heads), cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table,
+    max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, dropout_p, dropout_seed,
+    dropout_offset, num_splits, deterministic, layout ("bshd" or "bhsd").
+    """
+    return Plan({"q": q, "k": k, "v": v, "out": out, "lse": lse, **arguments}, device, threads)
+
+
+def explain(q: Array, k: Array, v: Array, **arguments: Any) -> str:
+    """Plan.explain() of a call on these tensors; takes the keywords of plan()."""
+    if arguments.get("out") is None:
+        library = _libraries.library_of(q, "q")
+        arguments["out"] = library.empty(q, (*q.shape[:-1], v.shape[-1]))
+    return plan(q, k, v, **arguments).explain()

@@ -1,0 +1,180 @@
+"""torch: operators with fake implementations and gradients, so that torch.compile sees one node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fovea import _core, _libraries, _native
+
+_library = torch.library.Library("fovea", "DEF")  # keeps the definitions alive
+
+_library.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? sink, Tensor? alibi,"
+    " Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k,"
+    " Tensor? block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, float? softmax_scale,"
+    " bool causal, SymInt window_left, SymInt window_right, float softcap, float dropout_p,"
+    " int num_splits, bool deterministic) -> (Tensor out, Tensor lse, Tensor rng_state)",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded),
+)
+_library.define(
+    "append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens,"
+    " Tensor block_table, Tensor? cu_seqlens_k_new, Tensor? rotary_cos, Tensor? rotary_sin,"
+    " bool rotary_interleaved) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "rotate(Tensor q, Tensor positions, Tensor? cu_seqlens_q, Tensor rotary_cos, Tensor rotary_sin,"
+    " bool rotary_interleaved, bool one_position) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+_float32_arguments = (2, 3)  # sink and alibi, as places in attend()'s tensors
+
+
+def _draw_seed(dropout_p: float) -> int:
+    """Of torch's generator, so that torch.manual_seed and checkpointing reach it."""
+    return int(torch.randint(2**62, ())) if dropout_p else 0
+
+
+def _attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v, *rest = arguments
+    tensors, numbers = tuple(rest[:9]), tuple(rest[9:16])
+    dropout_p, num_splits, deterministic = rest[16:]
+    seed = _draw_seed(dropout_p)
+    settings = (*numbers, dropout_p, seed, 0, num_splits, deterministic)
+    out, lse = _core.native_attend(_libraries._Torch, q, k, v, tensors, settings, False, True)
+    rng_state = torch.tensor([seed, 0] if dropout_p else [], dtype=torch.int64)
+    return out, lse, rng_state
+
+
+def _attention_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, _, v, *_ = arguments
+    dropout_p = arguments[19]
+    lse_shape = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+    return (
+        q.new_empty((*q.shape[:-1], v.shape[-1])),
+        q.new_empty(lse_shape, dtype=torch.float32),
+        torch.empty(2 if dropout_p else 0, dtype=torch.int64),
+    )
+
+
+def _append(*arguments: Any) -> None:
+    _native.append(*arguments)
+
+
+def _rotate(
+    q: torch.Tensor, positions: torch.Tensor, cu_seqlens_q: torch.Tensor | None, *rest: Any
+) -> torch.Tensor:
+    turned = q.new_empty(q.shape)
+    _native.rotate(q, turned, positions, cu_seqlens_q, *rest)
+    return turned
+
+
+def _attention_backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
+    raise NotImplementedError(
+        "q, k or v requires a gradient, and this version of fovea has no backward pass; "
+        "torch.no_grad() or .detach() around the call computes without"
+    )
+
+
+_devices = ("cpu", "cuda")
+for _key in ("CPU", "CUDA"):
+    _library.impl("attention", _attention, _key)
+    _library.impl("append", _append, _key)
+    _library.impl("rotate", _rotate, _key)
+torch.library.register_fake("fovea::attention", _attention_fake, lib=_library)
+torch.library.register_fake("fovea::append", lambda *arguments: None, lib=_library)
+torch.library.register_fake(
+    "fovea::rotate", lambda q, *arguments: q.new_empty(q.shape), lib=_library
+)
+torch.library.register_autograd("fovea::attention", _attention_backward, lib=_library)
+
+_attention_op = torch.ops.fovea.attention.default
+_append_op = torch.ops.fovea.append.default
+_rotate_op = torch.ops.fovea.rotate.default
+
+_plain_types = (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_eager(*tensors: torch.Tensor | None) -> bool:
+    """Would the operator's dispatch only lead to its kernel? Then it can be left out."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
+        return False
+    needs_gradient = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if (
+            type(tensor) not in _plain_types
+            or tensor.device.type not in _devices
+            or (needs_gradient and tensor.requires_grad)
+        ):
+            return False
+    return True
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensors: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    dropout_p: float,
+    num_splits: int,
+    deterministic: bool,
+    need_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, lse); lse is None where nobody needs it and leaving it out saves time."""
+    for name, tensor in (("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__} but q a torch.Tensor")
+    device = q.device.type
+    if device in _devices and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if any(tensor is not None for tensor in tensors):
+        tensors = _converted(q, tensors)
+    if _is_eager(q, k, v, *tensors):
+        settings = (*numbers, dropout_p, _draw_seed(dropout_p), 0, num_splits, deterministic)
+        return _core.native_attend(
+            _libraries._Torch, q, k, v, tensors, settings, False, need_lse
+        )
+    out, lse, _ = _attention_op(
+        q, k, v, *tensors, *numbers, dropout_p, num_splits, deterministic
+    )
+    return out, lse
+
+
+def _converted(q: torch.Tensor, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Lengths as int32 tensors; sink and slopes, which models keep in their own dtype, in float32;
+    a bias in q's dtype unless it is float32."""
+    converted: list[torch.Tensor | None] = []
+    for place, tensor in enumerate(tensors):
+        if tensor is None:
+            pass
+        elif place >= 4:
+            if not isinstance(tensor, torch.Tensor):
+                tensor = torch.as_tensor(tensor, dtype=torch.int32, device=q.device)
+        elif place in _float32_arguments:
+            tensor = tensor.to(torch.float32)
+        elif place == 0 and tensor.dtype is not torch.float32:
+            tensor = tensor.to(q.dtype)
+        converted.append(tensor)
+    return tuple(converted)
+
+
+def append(*arguments: Any) -> None:
+    if _is_eager(*(a for a in arguments if isinstance(a, torch.Tensor))):
+        _native.append(*arguments)
+    else:
+        _append_op(*arguments)
+
+
+def rotate(q: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    if _is_eager(q):
+        return _rotate(q, *arguments)
+    return _rotate_op(q, *arguments)

@@ -1,0 +1,270 @@
+// The native half of the Python package: Python's arguments in, fovea's public interface out.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+
+#include "python/array.h"
+#include "python/call.h"
+#include "python/kv_cache.h"
+#include "tools/program.h"
+
+namespace fovea::python {
+namespace {
+
+using namespace nb::literals;
+
+Device to_device(const std::string& text) {
+  for (std::uint8_t i = 0; i <= static_cast<std::uint8_t>(Device::emulated_sm100a); ++i) {
+    if (text == fovea::name(static_cast<Device>(i))) return static_cast<Device>(i);
+  }
+  throw Error("device is '" + text +
+              "'; it must be auto, cpu, cuda, emulated:sm_90a or emulated:sm_100a");
+}
+
+Options to_options(const std::string& device, int threads) {
+  Options options;
+  options.device = to_device(device);
+  options.threads = threads;
+  return options;
+}
+
+void attention(const Call& call, const std::string& device, int threads) {
+  const Options options = to_options(device, threads);
+  const nb::gil_scoped_release unlocked;
+  fovea::attention(call.problem(), options);
+}
+
+// Seconds per call of fovea::attention() alone: what the benchmark takes off the time in Python.
+double seconds_of_attention(const Call& call, int repeat, int threads) {
+  const Options options = to_options("auto", threads);
+  const nb::gil_scoped_release unlocked;
+  const auto start = std::chrono::steady_clock::now();
+  for (int i = 0; i < repeat; ++i) fovea::attention(call.problem(), options);
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+  return elapsed.count() / repeat;
+}
+
+Plan plan(const Call& call, const std::string& device, int threads) {
+  return fovea::plan(call.problem(), to_options(device, threads));
+}
+
+void run(const Plan& plan, const Call& call, nb::handle workspace) {
+  const Array array(workspace, "workspace", Access::write);
+  std::span<std::byte> bytes;
+  if (array.present()) {
+    if (array.rank() != 1 || array.dtype().bits != 8 ||
+        (array.shape()[0] > 1 && array.strides()[0] != 1)) {
+      throw nb::type_error("workspace must be one-dimensional and contiguous, in 8-bit elements");
+    }
+    bytes = {static_cast<std::byte*>(array.data()), static_cast<std::size_t>(array.shape()[0])};
+  }
+  const nb::gil_scoped_release unlocked;
+  plan.run(call.problem(), bytes);
+}
+
+Part to_part(const Array& out, const Array& lse, const char* out_name, const char* lse_name) {
+  static constexpr std::size_t rows_heads[]{0, 1, 2, 3};
+  if (out.rank() != 4 || lse.rank() != 3) {
+    throw nb::value_error(("each " + std::string(out_name) +
+                           " must be (batch, seqlen, heads, head_dim) and each " + lse_name +
+                           " (batch, heads, seqlen)")
+                              .c_str());
+  }
+  for (const auto& [array, name] : {std::pair{&out, out_name}, std::pair{&lse, lse_name}}) {
+    if (!on_host(array->device())) {
+      throw Unsupported(std::string(name) + " is on " + device_name(array->device()) +
+                        "; this version merges on the CPU");
+    }
+  }
+  return {to_tensor(out, out_name, rows_heads),
+          to_tensor(lse, lse_name, std::span<const std::size_t>(rows_heads).first(3))};
+}
+
+void merge(const std::vector<nb::object>& outs, const std::vector<nb::object>& lses, nb::handle out,
+           nb::handle lse, nb::handle sink) {
+  if (outs.size() != lses.size()) throw nb::value_error("there must be one lse for each out");
+  static constexpr std::size_t head[]{3};
+  std::vector<Array> alive;
+  std::vector<Part> parts;
+  const auto take = [&alive](nb::handle tensor, const char* argument, Access access) -> Array& {
+    return alive.emplace_back(tensor, argument, access);
+  };
+  alive.reserve(2 * outs.size() + 3);
+  for (std::size_t i = 0; i < outs.size(); ++i) {
+    const Array& part_out = take(outs[i], "out_partial", Access::read);
+    const Array& part_lse = take(lses[i], "lse_partial", Access::read);
+    parts.push_back(to_part(part_out, part_lse, "out_partial", "lse_partial"));
+  }
+  const Array& result_out = take(out, "out", Access::write);
+  const Array& result_lse = take(lse, "lse", Access::write);
+  const Part result = to_part(result_out, result_lse, "out", "lse");
+  const Array& sink_array = take(sink, "sink", Access::read);
+  Tensor sink_tensor;
+  if (sink_array.present()) {
+    if (sink_array.rank() != 1) throw nb::value_error("sink must have one dimension, (heads)");
+    sink_tensor = to_tensor(sink_array, "sink", head);
+  }
+  const nb::gil_scoped_release unlocked;
+  fovea::merge(parts, result, sink_tensor);
+}
+
+// What append() and rotate() share: arrays by name, kept alive, each of the rank it must have.
+class Arrays {
+ public:
+  Tensor tensor(nb::handle object, const char* argument, std::span<const std::size_t> dims,
+                Access access = Access::read) {
+    const Array& array = take(object, argument, access);
+    if (!array.present()) return {};
+    if (array.shape().size() != dims.size()) {
+      throw nb::value_error((std::string(argument) + " has " + std::to_string(array.rank()) +
+                             " dimensions; it must have " + std::to_string(dims.size()))
+                                .c_str());
+    }
+    return to_tensor(array, argument, dims);
+  }
+
+  // (batch, seqlen, heads, head_dim), or (total, heads, head_dim)
+  Tensor rows(nb::handle object, const char* argument, bool varlen, Access access = Access::read) {
+    static constexpr std::size_t dims[]{0, 1, 2, 3};
+    return tensor(object, argument, std::span<const std::size_t>(dims).subspan(varlen ? 1 : 0),
+                  access);
+  }
+
+  std::span<const std::int32_t> int32(nb::handle object, const char* argument) {
+    const Array& array = take(object, argument, Access::read);
+    if (!array.present()) return {};
+    return to_int32(array, argument, storage_.emplace_back());
+  }
+
+  Rotary rotary(nb::handle cos, nb::handle sin, bool interleaved) {
+    static constexpr std::size_t dims[]{2, 3};
+    return {tensor(cos, "rotary_cos", dims), tensor(sin, "rotary_sin", dims), interleaved};
+  }
+
+ private:
+  const Array& take(nb::handle object, const char* argument, Access access) {
+    const Array& array = *alive_.emplace_back(std::make_unique<Array>(object, argument, access));
+    if (array.present() && !on_host(array.device())) {
+      throw Unsupported(std::string(argument) + " is on " + device_name(array.device()) +
+                        "; this version computes on the CPU");
+    }
+    return array;
+  }
+
+  std::vector<std::unique_ptr<Array>> alive_;
+  std::vector<std::vector<std::int32_t>> storage_;
+};
+
+void append(nb::handle k_cache, nb::handle v_cache, nb::handle k, nb::handle v,
+            nb::handle cache_seqlens, nb::handle block_table, nb::handle cu_seqlens_k_new,
+            nb::handle rotary_cos, nb::handle rotary_sin, bool rotary_interleaved) {
+  Arrays arrays;
+  const bool varlen = !cu_seqlens_k_new.is_none();
+  Cache cache;
+  cache.k = arrays.rows(k_cache, "k_cache", false, Access::write);
+  cache.v = arrays.rows(v_cache, "v_cache", false, Access::write);
+  const Tensor new_k = arrays.rows(k, "k", varlen);
+  const Tensor new_v = arrays.rows(v, "v", varlen);
+  Rows rows;
+  rows.first_position = arrays.int32(cache_seqlens, "cache_seqlens");
+  rows.cu_seqlens = arrays.int32(cu_seqlens_k_new, "cu_seqlens_k_new");
+  cache.block_table = arrays.int32(block_table, "block_table");
+  const auto batch = static_cast<std::int64_t>(rows.first_position.size());
+  cache.columns = batch == 0 ? 0 : std::ssize(cache.block_table) / batch;
+  const Rotary rotary = arrays.rotary(rotary_cos, rotary_sin, rotary_interleaved);
+  const nb::gil_scoped_release unlocked;
+  python::append(cache, new_k, new_v, rows, rotary);
+}
+
+void rotate(nb::handle q, nb::handle result, nb::handle positions, nb::handle cu_seqlens_q,
+            nb::handle rotary_cos, nb::handle rotary_sin, bool rotary_interleaved,
+            bool one_position) {
+  Arrays arrays;
+  const bool varlen = !cu_seqlens_q.is_none();
+  const Tensor from = arrays.rows(q, "q", varlen);
+  const Tensor to = arrays.rows(result, "out", varlen, Access::write);
+  Rows rows;
+  rows.first_position = arrays.int32(positions, "cache_seqlens");
+  rows.cu_seqlens = arrays.int32(cu_seqlens_q, "cu_seqlens_q");
+  rows.one_position = one_position;
+  const Rotary rotary = arrays.rotary(rotary_cos, rotary_sin, rotary_interleaved);
+  const nb::gil_scoped_release unlocked;
+  python::rotate(from, to, rows, rotary);
+}
+
+int run_program(const std::vector<std::string>& arguments) {
+  const nb::gil_scoped_release unlocked;
+  return tools::run_program(arguments);
+}
+
+// nanobind asks this before its own translator, which makes every std::invalid_argument a
+// ValueError.
+void translate(const std::exception_ptr& exception, void* /*payload*/) {
+  try {
+    std::rethrow_exception(exception);
+  } catch (const Unsupported& error) {
+    PyErr_SetString(PyExc_NotImplementedError, error.what());
+  } catch (const Error& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  } catch (const DeviceError& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+}
+
+void bind_call(nb::module_& module) {
+  nb::class_<Call>(module, "Call", "One attention call: its tensors, lengths and settings.")
+      .def(
+          "__init__",
+          [](Call* self, nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
+             nb::handle bias, nb::handle mask, nb::handle sink, nb::handle alibi,
+             nb::handle cu_seqlens_q, nb::handle cu_seqlens_k, nb::handle seqused_q,
+             nb::handle seqused_k, nb::handle block_table, std::int64_t max_seqlen_q,
+             std::int64_t max_seqlen_k, std::optional<double> softmax_scale, bool causal,
+             std::int64_t window_left, std::int64_t window_right, double softcap, double dropout_p,
+             std::uint64_t dropout_seed, std::uint64_t dropout_offset, int num_splits,
+             bool deterministic, bool heads_first) {
+            new (self) Call({q, k, v, out, lse, bias, mask, sink, alibi},
+                            {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table},
+                            {max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_left,
+                             window_right, softcap, dropout_p, dropout_seed, dropout_offset,
+                             num_splits, deterministic, heads_first});
+          },
+          "q"_a.none(), "k"_a.none(), "v"_a.none(), "out"_a.none(), "lse"_a.none(), "bias"_a.none(),
+          "mask"_a.none(), "sink"_a.none(), "alibi"_a.none(), "cu_seqlens_q"_a.none(),
+          "cu_seqlens_k"_a.none(), "seqused_q"_a.none(), "seqused_k"_a.none(),
+          "block_table"_a.none(), "max_seqlen_q"_a, "max_seqlen_k"_a, "softmax_scale"_a.none(),
+          "causal"_a, "window_left"_a, "window_right"_a, "softcap"_a, "dropout_p"_a,
+          "dropout_seed"_a, "dropout_offset"_a, "num_splits"_a, "deterministic"_a, "heads_first"_a);
+}
+
+void bind(nb::module_& module) {
+  nb::register_exception_translator(translate);
+  bind_call(module);
+  nb::class_<Plan>(module, "Plan", "A validated call with its chosen configuration.")
+      .def_prop_ro("workspace_bytes", &Plan::workspace_bytes)
+      .def_prop_ro("device", [](const Plan& self) { return std::string(name(self.device())); })
+      .def("explain", &Plan::explain)
+      .def("run", run, "call"_a, "workspace"_a.none());
+  module.def("plan", plan, "call"_a, "device"_a, "threads"_a);
+  module.def("attention", attention, "call"_a, "device"_a, "threads"_a);
+  module.def("seconds_of_attention", seconds_of_attention, "call"_a, "repeat"_a, "threads"_a);
+  module.def("merge", merge, "outs"_a, "lses"_a, "out"_a, "lse"_a, "sink"_a.none());
+  module.def("append", append, "k_cache"_a, "v_cache"_a, "k"_a, "v"_a, "cache_seqlens"_a,
+             "block_table"_a, "cu_seqlens_k_new"_a.none(), "rotary_cos"_a.none(),
+             "rotary_sin"_a.none(), "rotary_interleaved"_a);
+  module.def("rotate", rotate, "q"_a, "out"_a, "positions"_a, "cu_seqlens_q"_a.none(),
+             "rotary_cos"_a, "rotary_sin"_a, "rotary_interleaved"_a, "one_position"_a);
+  module.def("run_program", run_program, "arguments"_a);
+  module.def("version", [] { return std::string(version()); });
+  module.def("cpu_instruction_set", [] { return std::string(cpu_instruction_set()); });
+}
+
+}  // namespace
+}  // namespace fovea::python
+
+NB_MODULE(_native, module) { fovea::python::bind(module); }

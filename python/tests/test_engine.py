@@ -1,0 +1,87 @@
+"""plan and explain, the command line, the benchmark, and what importing costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from reference import attention
+
+import fovea
+
+
+def tensors(rng, rows=3, keys=6):
+    return (
+        rng.standard_normal((2, rows, 4, 8)).astype(np.float32),
+        rng.standard_normal((2, keys, 2, 8)).astype(np.float32),
+        rng.standard_normal((2, keys, 2, 8)).astype(np.float32),
+    )
+
+
+def test_plan_once_run_with_other_tensors(rng):
+    q, k, v = tensors(rng)
+    out, lse = np.empty_like(q), np.empty((2, 4, 3), np.float32)
+    plan = fovea.plan(q, k, v, out, lse, causal=True, seqused_k=[6, 6])
+    assert plan.device == "cpu" and "cpu" in plan.explain()
+    workspace = np.empty(plan.workspace_bytes, np.uint8)
+    others = tensors(rng)
+    plan.run(workspace, q=others[0], k=others[1], v=others[2], seqused_k=np.array([4, 5]))
+    for b, length in enumerate((4, 5)):
+        expected, expected_lse = attention(
+            others[0][b : b + 1], others[1][b : b + 1, :length], others[2][b : b + 1, :length],
+            causal=True,
+        )
+        np.testing.assert_allclose(out[b], expected[0], atol=2e-6)
+        np.testing.assert_allclose(lse[b], expected_lse[0], atol=2e-6)
+    with pytest.raises(ValueError, match="^workspace"):
+        plan.run(workspace[:-1])
+    heads_first = [x.swapaxes(1, 2).copy() for x in (q, k, v)]
+    other_out = np.empty_like(heads_first[0])
+    fovea.plan(*heads_first, other_out, layout="bhsd").run()
+    np.testing.assert_allclose(other_out.swapaxes(1, 2), attention(q, k, v)[0], atol=2e-6)
+
+
+def test_explain(rng):
+    assert "cpu" in fovea.explain(*tensors(rng), causal=True)
+
+
+def program(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "fovea", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_command_line(tmp_path, rng):
+    assert program("--version").stdout.strip() == fovea.__version__
+    done = program("check", "--shape", "1,2,2,9,9,16", "--causal")
+    assert done.returncode == 0, done.stderr
+    wrong = program("check", "--shape", "nonsense")
+    assert wrong.returncode == 2 and wrong.stderr.startswith("fovea: ")
+    q, k, v = tensors(rng)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        np.save(tmp_path / name, tensor)
+    files = [f(n) for n in "qkv" for f in ("--{}".format, lambda n: str(tmp_path / f"{n}.npy"))]
+    assert program("run", *files, "--out", str(tmp_path / "out.npy")).returncode == 0
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), attention(q, k, v)[0], atol=2e-6)
+
+
+def test_bench_returns_a_table():
+    table = fovea.bench("--d", "64", "--seqs", "128", "--threads", "1")
+    assert table and all(isinstance(row, dict) for row in table)
+    assert len(str(table).splitlines()) == len(table) + 1
+
+
+def test_import_is_quick_and_brings_nothing_big():
+    code = (
+        "import sys, time; start = time.perf_counter(); import fovea;"
+        "print(time.perf_counter() - start, *(m in sys.modules for m in ('torch', 'numpy', 'jax')))"
+    )
+    seconds = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        elapsed, *loaded = done.stdout.split()
+        assert loaded == ["False"] * 3
+        seconds.append(float(elapsed))
+    assert min(seconds) < 0.15, seconds

@@ -1,0 +1,199 @@
+"""torch: operators, compilation, autocast, gradients, and the models of transformers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = pytest.mark.torch
+
+import fovea  # noqa: E402
+import fovea.flash_attn_2  # noqa: E402
+
+DEVICES = ["cpu"]
+
+
+def tensors(batch=2, rows=5, keys=7, heads=4, heads_kv=2, dim=16, dtype=torch.float32):
+    torch.manual_seed(0)
+    return (
+        torch.randn(batch, rows, heads, dim, dtype=dtype),
+        torch.randn(batch, keys, heads_kv, dim, dtype=dtype),
+        torch.randn(batch, keys, heads_kv, dim, dtype=dtype),
+    )
+
+
+def reference(q, k, v, **options):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, enable_gqa=True, **options
+    ).transpose(1, 2)
+
+
+def everything(q, k, v, cos, sin):
+    """One of each function, with sizes and options that differ."""
+    rows = q.shape[1]
+    one = fovea.flash_attn_func(q, k, v, causal=True, window_size=(4, None), softcap=3.0)
+    two = fovea.sdpa(*(x.transpose(1, 2) for x in (one, k, v)), enable_gqa=True, is_causal=True)
+    cu = torch.tensor([0, 2, rows], dtype=torch.int32)
+    three, lse = fovea.flash_attn_varlen_func(
+        q[0], k[0], v[0], cu, cu, rows, rows, return_lse=True, attention_chunk=3
+    )
+    four = fovea.flash_attn_2.flash_attn_func(q, k, v, 0.0, 0.5, alibi_slopes=torch.ones(4))
+    cache = [torch.zeros(2, 9, 2, 16) for _ in range(2)]
+    five = fovea.flash_attn_with_kvcache(
+        q[:, :2], *cache, k[:, :2], v[:, :2], cache_seqlens=torch.tensor([1, 4], dtype=torch.int32),
+        rotary_cos=cos, rotary_sin=sin, causal=True,
+    )
+    return one, two, three, lse, four, five, *cache
+
+
+def test_compiles_without_graph_breaks():
+    q, k, v = tensors()
+    angles = torch.rand(9, 4)
+    arguments = (q, k, v, angles.cos(), angles.sin())
+    compiled = torch.compile(everything, fullgraph=True, backend="aot_eager")
+    for one, other in zip(compiled(*arguments), everything(*arguments), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_compiles_with_dynamic_shapes():
+    compiled = torch.compile(
+        lambda q, k, v: fovea.flash_attn_func(q, k, v, causal=True) + 1,
+        fullgraph=True, dynamic=True, backend="aot_eager",
+    )
+    for rows in (3, 4, 5):
+        q, k, v = tensors(rows=rows, keys=rows + 2)
+        torch.testing.assert_close(
+            compiled(q, k, v), fovea.flash_attn_func(q, k, v, causal=True) + 1
+        )
+
+
+def test_operators_pass_torchs_own_checks():
+    q, k, v = tensors()
+    nothing = (None,) * 9
+    torch.library.opcheck(
+        torch.ops.fovea.attention.default,
+        (q, k, v, *nothing, 0, 0, None, True, -1, -1, 0.0, 0.0, 0, False),
+    )
+    cache = [torch.zeros(2, 9, 2, 16) for _ in range(2)]
+    lengths = torch.tensor([1, 2], dtype=torch.int32)
+    table = torch.arange(2, dtype=torch.int32).reshape(2, 1)
+    torch.library.opcheck(
+        torch.ops.fovea.append.default, (*cache, k, v, lengths, table, None, None, None, False)
+    )
+    angles = torch.rand(9, 4)
+    torch.library.opcheck(
+        torch.ops.fovea.rotate.default,
+        (q, lengths, None, angles.cos(), angles.sin(), True, False),
+    )
+
+
+def test_operator_equals_the_direct_way():
+    q, k, v = tensors()
+    direct = fovea.flash_attn_func(q, k, v, causal=True)
+    out, _, _ = torch.ops.fovea.attention(
+        q, k, v, *(None,) * 9, 0, 0, None, True, -1, -1, 0.0, 0.0, 1, False
+    )
+    assert torch.equal(direct, out)
+    torch.testing.assert_close(
+        fovea.flash_attn_func(*tensors(keys=5), causal=True),
+        reference(*tensors(keys=5), is_causal=True),
+    )
+
+
+def test_sdpa_equals_torchs():
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, 4, rows, 16) for rows in (5, 9, 9))
+    theirs = torch.nn.functional.scaled_dot_product_attention
+    mask = torch.rand(2, 1, 5, 9) < 0.5
+    bias = torch.randn(5, 9)
+    for options in ({}, {"is_causal": True}, {"scale": 0.3}, {"attn_mask": mask}, {"attn_mask": bias}):
+        torch.testing.assert_close(fovea.sdpa(q, k, v, **options), theirs(q, k, v, **options))
+    noncontiguous = q.transpose(2, 3).contiguous().transpose(2, 3)
+    torch.testing.assert_close(fovea.sdpa(noncontiguous, k, v), theirs(q, k, v))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    q, k, v = tensors(keys=5)
+    with torch.autocast("cpu", dtype):
+        out = fovea.flash_attn_func(q, k, v)
+    assert out.dtype is dtype
+    torch.testing.assert_close(out.float(), reference(q, k, v), atol=2e-2, rtol=2e-2)
+
+
+def test_dropout_follows_torchs_seed():
+    q, k, v = tensors()
+    torch.manual_seed(5)
+    one, two = (fovea.flash_attn_func(q, k, v, dropout_p=0.3) for _ in range(2))
+    torch.manual_seed(5)
+    assert torch.equal(one, fovea.flash_attn_func(q, k, v, dropout_p=0.3))
+    assert not torch.equal(one, two)
+
+
+def test_wrong_calls():
+    q, k, v = tensors()
+    with pytest.raises(TypeError, match="^k is a ndarray but q a torch.Tensor"):
+        fovea.flash_attn_func(q, k.numpy(), v)
+    with pytest.raises(ValueError, match="^k has dtype"):
+        fovea.flash_attn_func(q, k.half(), v)
+    with pytest.raises(TypeError, match="^q has dtype"):
+        fovea.flash_attn_func(*(x.double() for x in (q, k, v)))
+
+
+def test_meta_tensors_give_shapes():
+    out, lse = fovea.flash_attn_func(*(x.to("meta") for x in tensors()), return_lse=True)
+    assert out.is_meta and out.shape == (2, 5, 4, 16) and lse.shape == (2, 4, 5)
+
+
+def test_torch_after_fovea():
+    code = (
+        "import fovea, torch; q = torch.ones(1, 4, 2, 8); out = fovea.flash_attn_func(q, q, q);"
+        "assert isinstance(out, torch.Tensor) and torch.equal(out, q)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_one_openmp_runtime():
+    """torch and fovea share one pool of threads, whoever comes first."""
+    for order in ("fovea, torch", "torch, fovea"):
+        code = (
+            f"import {order}; q = torch.ones(1, 64, 8, 64); fovea.flash_attn_func(q, q, q);"
+            "torch.ones(512, 512) @ torch.ones(512, 512);"
+            "print(len({l.split()[-1] for l in open('/proc/self/maps') if 'libgomp' in l}))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == "1", order
+
+
+def test_sdpa_override():
+    impls = pytest.importorskip("torch.nn.attention")
+    if not hasattr(impls, "register_flash_attention_impl"):
+        pytest.skip("this torch has no registry of flash attention implementations")
+    assert "torch" in fovea.register()
+    q, k, v = (torch.randn(2, 4, 64, 32, requires_grad=True) for _ in range(3))
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    gradients = torch.autograd.grad(theirs.square().sum(), (q, k, v))
+    calls = []
+    from fovea import _torch_sdpa
+
+    original = _torch_sdpa.sdpa_with_lse
+    _torch_sdpa.sdpa_with_lse = lambda *a, **o: calls.append(1) or original(*a, **o)
+    impls.activate_flash_attention_impl("fovea")
+    try:
+        ours = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.testing.assert_close(ours, theirs)
+        for mine, other in zip(
+            torch.autograd.grad(ours.square().sum(), (q, k, v)), gradients, strict=True
+        ):
+            torch.testing.assert_close(mine, other)
+    finally:
+        impls.restore_flash_attention_impl()
+        _torch_sdpa.sdpa_with_lse = original
+    assert calls, "torch did not come to fovea"
+    count = len(calls)
+    torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert len(calls) == count
