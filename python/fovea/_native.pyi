@@ -46,6 +46,18 @@ class Plan:
 
 def plan(call: Call, device: str, threads: int) -> Plan: ...
 def attention(call: Call, device: str, threads: int) -> None: ...
+def attention_backward(
+    call: Call,
+    dout: Any,
+    dlse: Any,
+    dq: Any,
+    dk: Any,
+    dv: Any,
+    dsink: Any,
+    dbias: Any,
+    device: str,
+    threads: int,
+) -> None: ...
 def seconds_of_attention(call: Call, repeat: int, threads: int) -> float: ...
 def merge(outs: list[Any], lses: list[Any], out: Any, lse: Any, sink: Any) -> None: ...
 def append(

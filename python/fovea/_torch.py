@@ -19,6 +19,16 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded),
 )
 _library.define(
+    "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out,"
+    " Tensor lse, Tensor rng_state, Tensor? bias, Tensor? mask, Tensor? sink, Tensor? alibi,"
+    " Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k,"
+    " Tensor? block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, float? softmax_scale,"
+    " bool causal, SymInt window_left, SymInt window_right, float softcap, float dropout_p,"
+    " bool deterministic, bool need_dsink, bool need_dbias)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor dbias)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
     "append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens,"
     " Tensor block_table, Tensor? cu_seqlens_k_new, Tensor? rotary_cos, Tensor? rotary_sin,"
     " bool rotary_interleaved) -> ()",
@@ -72,16 +82,75 @@ def _rotate(
     return turned
 
 
-def _attention_backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
-    raise NotImplementedError(
-        "q, k or v requires a gradient, and this version of fovea has no backward pass; "
-        "torch.no_grad() or .detach() around the call computes without"
+def _backward_kernel(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    dout, dlse, q, k, v, out, lse, rng_state, *rest = arguments
+    tensors, numbers = tuple(rest[:9]), tuple(rest[9:16])
+    dropout_p, deterministic = rest[16:18]
+    seed, offset = rng_state.tolist() if dropout_p else (0, 0)
+    call = _native.Call(
+        q, k, v, out, lse, *tensors, *numbers, dropout_p, seed, offset, 0, deterministic, False
     )
+    gradients = _backward_fake(*arguments)
+    dq, dk, dv, dsink, dbias = gradients
+    need_dsink, need_dbias = rest[18:]
+    _native.attention_backward(
+        call, dout, dlse, dq, dk, dv, dsink if need_dsink else None,
+        dbias if need_dbias else None, "auto", 0,
+    )
+    return gradients
+
+
+def _backward_fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    q, k, v = arguments[2:5]
+    bias, sink = arguments[8], arguments[10]
+    need_dsink, need_dbias = arguments[26:]
+    return (
+        q.new_empty(q.shape),
+        k.new_empty(k.shape),
+        v.new_empty(v.shape),
+        sink.new_empty(sink.shape) if need_dsink else q.new_empty(0),
+        bias.new_empty(bias.shape) if need_dbias else q.new_empty(0),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(*inputs[:12], *output)
+    ctx.numbers = inputs[12:20]
+    ctx.deterministic = inputs[21]
+
+
+def _attention_backward(
+    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: None
+) -> tuple[torch.Tensor | None, ...]:
+    q, k, v, *tensors, out, lse, rng_state = ctx.saved_tensors
+    nothing = (None,) * 22
+    if dout is None and dlse is None:
+        return nothing
+    need_dbias, need_dsink = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
+    if ctx.needs_input_grad[6]:
+        raise NotImplementedError(
+            "alibi_slopes requires a gradient, which fovea does not compute; alibi_slopes.detach() "
+            "goes without, a bias can have one"
+        )
+    dq, dk, dv, dsink, dbias = _backward_op(
+        torch.zeros_like(out) if dout is None else dout, dlse, q, k, v, out, lse, rng_state,
+        *tensors, *ctx.numbers, ctx.deterministic, need_dsink, need_dbias,
+    )
+    return (
+        dq, dk, dv, dbias if need_dbias else None, None, dsink if need_dsink else None, *nothing[6:],
+    )
+
+
+def _second_backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
+    raise NotImplementedError("dout requires a gradient; fovea computes first derivatives alone")
 
 
 _devices = ("cpu", "cuda")
 for _key in ("CPU", "CUDA"):
     _library.impl("attention", _attention, _key)
+    _library.impl("attention_backward", _backward_kernel, _key)
     _library.impl("append", _append, _key)
     _library.impl("rotate", _rotate, _key)
 torch.library.register_fake("fovea::attention", _attention_fake, lib=_library)
@@ -89,9 +158,14 @@ torch.library.register_fake("fovea::append", lambda *arguments: None, lib=_libra
 torch.library.register_fake(
     "fovea::rotate", lambda q, *arguments: q.new_empty(q.shape), lib=_library
 )
-torch.library.register_autograd("fovea::attention", _attention_backward, lib=_library)
+torch.library.register_fake("fovea::attention_backward", _backward_fake, lib=_library)
+torch.library.register_autograd(
+    "fovea::attention", _attention_backward, setup_context=_save, lib=_library
+)
+torch.library.register_autograd("fovea::attention_backward", _second_backward, lib=_library)
 
 _attention_op = torch.ops.fovea.attention.default
+_backward_op = torch.ops.fovea.attention_backward.default
 _append_op = torch.ops.fovea.append.default
 _rotate_op = torch.ops.fovea.rotate.default
 

@@ -105,7 +105,8 @@ Tensor to_tensor(const Array& array, const char* argument, std::span<const std::
 
 Call::Call(const std::array<nb::handle, slot_count>& tensors,
            const std::array<nb::handle, length_slot_count>& lengths, const Settings& settings) {
-  take_tensors(tensors, settings.heads_first);
+  heads_first_ = settings.heads_first;
+  take_tensors(tensors);
   take_lengths(lengths);
   check_devices();
   problem_.max_seqlen_q = settings.max_seqlen_q;
@@ -121,7 +122,17 @@ Call::Call(const std::array<nb::handle, slot_count>& tensors,
   problem_.deterministic = settings.deterministic;
 }
 
-void Call::take_tensors(const std::array<nb::handle, slot_count>& tensors, bool heads_first) {
+Tensor Call::tensor_like(Slot slot, const Array& array, const char* argument) const {
+  if (!array.present()) return {};
+  const auto dims = dims_of(slot, array.shape().size(), heads_first_);
+  if (dims.empty()) {
+    refuse_value(std::string(argument) + " has shape " + shape_text(array) + "; it must be " +
+                 right_rank(slot));
+  }
+  return to_tensor(array, argument, dims);
+}
+
+void Call::take_tensors(const std::array<nb::handle, slot_count>& tensors) {
   static constexpr std::array<Tensor Problem::*, slot_count> fields{
       &Problem::q,    &Problem::k,    &Problem::v,    &Problem::out,  &Problem::lse,
       &Problem::bias, &Problem::mask, &Problem::sink, &Problem::alibi};
@@ -129,14 +140,7 @@ void Call::take_tensors(const std::array<nb::handle, slot_count>& tensors, bool 
     const auto slot = static_cast<Slot>(i);
     const Access access = slot == out || slot == lse ? Access::write : Access::read;
     arrays_[i] = Array(tensors[i], name(slot), access);
-    const Array& array = arrays_[i];
-    if (!array.present()) continue;
-    const auto dims = dims_of(slot, array.shape().size(), heads_first);
-    if (dims.empty()) {
-      refuse_value(std::string(name(slot)) + " has shape " + shape_text(array) + "; it must be " +
-                   right_rank(slot));
-    }
-    problem_.*fields[i] = to_tensor(array, name(slot), dims);
+    problem_.*fields[i] = tensor_like(slot, arrays_[i], name(slot));
   }
 }
 

@@ -47,8 +47,11 @@ class Call {
 
   [[nodiscard]] const Problem& problem() const { return problem_; }
 
+  // A further tensor of the layout that the one in `slot` has; absent if its array is.
+  [[nodiscard]] Tensor tensor_like(Slot slot, const Array& array, const char* argument) const;
+
  private:
-  void take_tensors(const std::array<nb::handle, slot_count>& tensors, bool heads_first);
+  void take_tensors(const std::array<nb::handle, slot_count>& tensors);
   void take_lengths(const std::array<nb::handle, length_slot_count>& lengths);
   void check_devices() const;
 
@@ -56,6 +59,7 @@ class Call {
   std::array<Array, length_slot_count> length_arrays_;
   std::array<std::vector<std::int32_t>, length_slot_count> storage_;
   Problem problem_;
+  bool heads_first_ = false;
 };
 
 // "q", "cu_seqlens_k": what messages call them.

@@ -49,6 +49,38 @@ double seconds_of_attention(const Call& call, int repeat, int threads) {
   return elapsed.count() / repeat;
 }
 
+void attention_backward(const Call& call, nb::handle dout, nb::handle dlse, nb::handle dq,
+                        nb::handle dk, nb::handle dv, nb::handle dsink, nb::handle dbias,
+                        const std::string& device, int threads) {
+  const struct {
+    nb::handle object;
+    const char* name;
+    Slot like;
+    Access access;
+    Tensor Gradients::*field;
+  } rows[] = {{dout, "dout", out, Access::read, &Gradients::dout},
+              {dlse, "dlse", lse, Access::read, &Gradients::dlse},
+              {dq, "dq", q, Access::write, &Gradients::dq},
+              {dk, "dk", k, Access::write, &Gradients::dk},
+              {dv, "dv", v, Access::write, &Gradients::dv},
+              {dsink, "dsink", sink, Access::write, &Gradients::dsink},
+              {dbias, "dbias", bias, Access::write, &Gradients::dbias}};
+  std::array<Array, std::size(rows)> alive;
+  Gradients gradients;
+  for (std::size_t i = 0; i < alive.size(); ++i) {
+    alive[i] = Array(rows[i].object, rows[i].name, rows[i].access);
+    if (alive[i].present() && !on_host(alive[i].device())) {
+      throw nb::value_error((std::string(rows[i].name) + " is on " +
+                             device_name(alive[i].device()) + "; all tensors must be on one device")
+                                .c_str());
+    }
+    gradients.*rows[i].field = call.tensor_like(rows[i].like, alive[i], rows[i].name);
+  }
+  const Options options = to_options(device, threads);
+  const nb::gil_scoped_release unlocked;
+  fovea::attention_backward(call.problem(), gradients, options);
+}
+
 Plan plan(const Call& call, const std::string& device, int threads) {
   return fovea::plan(call.problem(), to_options(device, threads));
 }
@@ -252,6 +284,8 @@ void bind(nb::module_& module) {
       .def("run", run, "call"_a, "workspace"_a.none());
   module.def("plan", plan, "call"_a, "device"_a, "threads"_a);
   module.def("attention", attention, "call"_a, "device"_a, "threads"_a);
+  module.def("attention_backward", attention_backward, "call"_a, "dout"_a, "dlse"_a.none(), "dq"_a,
+             "dk"_a, "dv"_a, "dsink"_a.none(), "dbias"_a.none(), "device"_a, "threads"_a);
   module.def("seconds_of_attention", seconds_of_attention, "call"_a, "repeat"_a, "threads"_a);
   module.def("merge", merge, "outs"_a, "lses"_a, "out"_a, "lse"_a, "sink"_a.none());
   module.def("append", append, "k_cache"_a, "v_cache"_a, "k"_a, "v"_a, "cache_seqlens"_a,

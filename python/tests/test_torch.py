@@ -116,6 +116,101 @@ def test_sdpa_equals_torchs():
     torch.testing.assert_close(fovea.sdpa(noncontiguous, k, v), theirs(q, k, v))
 
 
+def definition(q, k, v, *, scale, visible, softcap=0.0, bias=0.0, sink=None):
+    """(out, lse) in differentiable steps; q, k, v (batch, seqlen, heads, head_dim)."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    scores = scale * torch.einsum("bqhd,bkhd->bhqk", q, k)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = (scores + bias).masked_fill(~visible, float("-inf"))
+    if sink is not None:
+        extra = sink.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, extra], -1)
+    weights = torch.softmax(scores, -1)[..., : k.shape[1]]
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v), torch.logsumexp(scores, -1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_also_of_lse_sink_and_bias(compiled):
+    q, k, v = (x.requires_grad_() for x in tensors())
+    sink = torch.randn(4, requires_grad=True)
+    bias = torch.randn(1, 4, 5, 7, requires_grad=True)
+    dout, dlse = torch.randn(2, 5, 4, 16), torch.randn(2, 4, 5)
+
+    def loss(q, k, v, sink):
+        out, lse = fovea.flash_attn_func(
+            q, k, v, 0.3, True, softcap=4.0, learnable_sink=sink, return_lse=True
+        )
+        return (out * dout).sum() + (lse * dlse).sum()
+
+    if compiled:
+        loss = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    visible = torch.arange(7) <= torch.arange(5)[:, None] + 2
+    out, lse = definition(
+        *(x.double() for x in (q, k, v)), scale=0.3, visible=visible, softcap=4.0,
+        sink=sink.double(),
+    )
+    inputs = (q, k, v, sink)
+    expected = torch.autograd.grad((out * dout).sum() + (lse * dlse).sum(), inputs)
+    for mine, other in zip(torch.autograd.grad(loss(*inputs), inputs), expected, strict=True):
+        torch.testing.assert_close(mine, other, atol=2e-5, rtol=2e-5)
+
+    out = fovea.sdpa(*(x.transpose(1, 2) for x in (q, k, v)), bias, enable_gqa=True)
+    theirs, _ = definition(
+        *(x.double() for x in (q, k, v)), scale=0.25, visible=torch.ones(5, 7, dtype=torch.bool),
+        bias=bias.double(),
+    )
+    inputs = (q, k, v, bias)
+    expected = torch.autograd.grad(theirs.sum(), inputs)
+    for mine, other in zip(torch.autograd.grad(out.sum(), inputs), expected, strict=True):
+        torch.testing.assert_close(mine, other, atol=2e-5, rtol=2e-5)
+
+
+def test_gradients_of_ragged_batches():
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 3, 8], [0, 4, 6, 7]))
+    q = torch.randn(8, 4, 16, requires_grad=True)
+    k, v = (torch.randn(7, 2, 16, requires_grad=True) for _ in range(2))
+    dout = torch.randn(8, 4, 16)
+    out = fovea.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 4)
+    mine = torch.autograd.grad(out, (q, k, v), dout)
+    parts = []
+    for b in (0, 2):
+        rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        part, _ = definition(
+            *(x[None] for x in (q[rows], k[keys], v[keys])), scale=0.25, visible=torch.tensor(True)
+        )
+        parts.append((part[0] * dout[rows]).sum())
+    for one, other in zip(mine, torch.autograd.grad(sum(parts), (q, k, v)), strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
+
+
+def test_dropout_is_the_same_backward():
+    q, k = torch.zeros(1, 8, 2, 8), torch.zeros(1, 8, 2, 8)
+    v = torch.eye(8)[None, :, None].expand(1, 8, 2, 8).clone().requires_grad_()
+    out = fovea.flash_attn_func(q, k, v, dropout_p=0.5)  # the weights themselves
+    dout = torch.randn(1, 8, 2, 8)
+    (dv,) = torch.autograd.grad(out, v, dout)
+    torch.testing.assert_close(dv, torch.einsum("bqhk,bqhd->bkhd", out.detach(), dout))
+
+
+def test_what_has_no_gradient_says_so():
+    q, k, v = (x.requires_grad_() for x in tensors())
+    slopes = torch.ones(4, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="^alibi_slopes requires a gradient"):
+        fovea.flash_attn_func(q, k, v, alibi_slopes=slopes).sum().backward()
+    out = fovea.flash_attn_func(q, k, v)
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="^dout requires a gradient"):
+        dq.sum().backward()
+    pages = torch.randn(4, 4, 2, 16, requires_grad=True)
+    with pytest.raises(NotImplementedError):
+        fovea.flash_attn_with_kvcache(
+            q, pages, pages, cache_seqlens=7,
+            block_table=torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
+        ).sum().backward()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype):
     q, k, v = tensors(keys=5)

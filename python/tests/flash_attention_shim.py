@@ -1,0 +1,126 @@
+"""The modules that flash-attention's own tests import, made of fovea.
+
+scripts/test-flash-attention copies those tests from a checkout to a temporary folder and runs them
+there with this file as a pytest plugin. Nothing of flash-attention is in this repository.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import fovea
+import fovea.flash_attn_2
+
+CHECKOUT = Path(os.environ["FLASH_ATTENTION"])
+DEVICE = os.environ.get("FLASH_ATTENTION_DEVICE", "cpu")
+SAMPLE = int(os.environ.get("FLASH_ATTENTION_SAMPLE", "0"))
+SEED = int(os.environ.get("FLASH_ATTENTION_SEED", "0"))
+MAX_ROWS = int(os.environ.get("FLASH_ATTENTION_MAX_ROWS", "0"))
+
+# Tests, or values of their parameters, that ask for what is not there, and why.
+LEFT_OUT = {
+    "test_flash_attn_race_condition": "looks for races between thread blocks of a GPU",
+    "test_flash_attn_cluster": "is about clusters of thread blocks of a GPU",
+    "test_flash_attn_bwd_overflow": "is about the GPU's fp16 accumulators",
+    "test_flash3_bw_compatibility": "compares schemas of flash-attention's own operators",
+    "test_flash_attn_generator_arg_must_be_none": "calls flash-attention's C++ extension",
+    "test_flash_attn_kvcache_paged_block_table_bounds": "calls flash-attention's C++ extension",
+}
+NO_WEIGHTS = "reads flash-attention's matrix of dropped weights, which fovea never has in memory"
+
+
+def module(name: str, **contents: object) -> types.ModuleType:
+    made = types.ModuleType(name)
+    vars(made).update(contents)
+    sys.modules[name] = made
+    return made
+
+
+def load(name: str, path: Path) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[name] = made
+    spec.loader.exec_module(made)
+    return made
+
+
+def apply_rotary_emb(
+    x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None
+):
+    """x (batch, seqlen, heads, head_dim), turned at positions seqlen_offsets, seqlen_offsets + 1, ..."""
+    assert not inplace and cu_seqlens is None
+    offsets = torch.as_tensor(seqlen_offsets, device=x.device).reshape(-1, 1)
+    positions = offsets + torch.arange(x.shape[1], device=x.device)
+    cos, sin = (table.float()[positions].unsqueeze(2) for table in (cos, sin))
+    pairs = cos.shape[-1]
+    turned = x.float().clone()
+    one = slice(0, 2 * pairs, 2) if interleaved else slice(0, pairs)
+    two = slice(1, 2 * pairs, 2) if interleaved else slice(pairs, 2 * pairs)
+    a, b = x.float()[..., one], x.float()[..., two]
+    turned[..., one] = a * cos - b * sin
+    turned[..., two] = a * sin + b * cos
+    return turned.to(x.dtype)
+
+
+second = fovea.flash_attn_2
+package = module("flash_attn", **{name: getattr(second, name) for name in second.__all__})
+package.__path__ = []
+module("flash_attn.flash_attn_interface", _get_block_size_n=None, USE_TRITON_ROCM=False)
+module("flash_attn.layers", __path__=[])
+module("flash_attn.layers.rotary", apply_rotary_emb=apply_rotary_emb)
+load("flash_attn.bert_padding", CHECKOUT / "flash_attn" / "bert_padding.py")
+module(
+    "flash_attn_interface",
+    **{name: getattr(fovea, name) for name in fovea.__all__ if name.startswith("flash_attn")},
+    get_scheduler_metadata=fovea.get_scheduler_metadata,
+)
+if DEVICE == "cpu":  # the tests ask what GPU there is, to leave out what old ones cannot do
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(total_memory=80 << 30)
+
+
+def reason_to_leave_out(item: pytest.Item) -> str | None:
+    name = getattr(item, "originalname", item.name)
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    if name in LEFT_OUT:
+        return LEFT_OUT[name]
+    if parameters.get("dropout_p"):
+        return NO_WEIGHTS
+    if "float8" in str(parameters.get("dtype")):
+        return "fp8 inputs are not supported yet"
+    rows = max([parameters.get(name, 0) for name in ("seqlen", "seqlen_q", "seqlen_k")])
+    if MAX_ROWS and rows > MAX_ROWS:
+        return f"more than {MAX_ROWS} rows take a CPU too long"
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of each test, SAMPLE of the parameters that make sense; those that do not are skipped."""
+    chosen: dict[str, list[pytest.Item]] = {}
+    skipped: dict[tuple[str, str], int] = {}
+    for item in items:
+        name = getattr(item, "originalname", item.name)
+        reason = reason_to_leave_out(item)
+        if reason is None:
+            chosen.setdefault(name, []).append(item)
+        else:
+            skipped[name, reason] = skipped.get((name, reason), 0) + 1
+    numbers = random.Random(SEED)
+    kept = []
+    print()
+    for name, of_name in chosen.items():
+        some = of_name if not SAMPLE else numbers.sample(of_name, min(SAMPLE, len(of_name)))
+        print(f"{name}: {len(some)} of {len(of_name)} parameter sets")
+        kept += some
+    for (name, reason), count in skipped.items():
+        print(f"{name}: {count} left out: {reason}")
+    items[:] = kept
