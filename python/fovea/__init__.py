@@ -10,8 +10,8 @@ head_dim), or packed (total, heads, head_dim)):
 ``fovea.flash_attn_2`` has them with the argument order and the returns of flash-attention 2.
 
 PyTorch's function, with its layout (batch, heads, seqlen, head_dim) and its causal mask: ``sdpa``.
-For engines: ``plan`` and ``explain``. ``register()`` makes fovea an attention implementation of torch
-and of Hugging Face transformers. ``bench()`` measures.
+For engines: ``plan`` and ``explain``. ``register()`` makes fovea an attention implementation of
+torch and of Hugging Face transformers. ``bench()`` measures.
 
 A wrong argument raises ValueError or TypeError, what no device can compute NotImplementedError; the
 sentence begins with the argument's name, and nothing has been written.

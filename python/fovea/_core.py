@@ -27,7 +27,7 @@ def window_bounds(window: Window) -> tuple[int, int]:
 
 
 def with_names(error: Exception, names: dict[str, str]) -> Exception:
-    """The same error, about the argument as the caller knows it: 'k has ...' -> 'k_cache has ...'."""
+    """The same error with the caller's name of the argument: 'k has ...' -> 'k_cache has ...'."""
     first, separator, rest = str(error).partition(" ")
     return type(error)(names.get(first, first) + separator + rest)
 

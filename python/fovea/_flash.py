@@ -56,9 +56,9 @@ def flash_attn_func(
     learnable_sink: (heads): one extra logit per head, which no value belongs to
     num_splits, pack_gqa, sm_margin: scheduling; no result depends on them
 
-    Returns out (batch, seqlen_q, heads, head_dim_v), and with return_lse (or return_attn_probs) also
-    lse (batch, heads, seqlen_q), float32: the natural log-sum-exp of each row. A row that sees no key
-    has out = 0 and lse = -inf.
+    Returns out (batch, seqlen_q, heads, head_dim_v), and with return_lse (or return_attn_probs)
+    also lse (batch, heads, seqlen_q), float32: the natural log-sum-exp of each row. A row that sees
+    no key has out = 0 and lse = -inf.
     """
     del pack_gqa, sm_margin
     refuse_descale(q, q_descale, k_descale, v_descale)
@@ -168,8 +168,8 @@ def flash_attn_varlen_func(
     q: (total_q, heads, head_dim)
     k: (total_k, heads_kv, head_dim); with a table (pages, page_size, heads_kv, head_dim)
     v: as k, with head_dim_v
-    cu_seqlens_q, cu_seqlens_k: (batch + 1) int32: where each sequence begins, and the last one ends.
-        With None, that side is dense: (batch, seqlen, heads, head_dim).
+    cu_seqlens_q, cu_seqlens_k: (batch + 1) int32: where each sequence begins, and the last one
+        ends. With None, that side is dense: (batch, seqlen, heads, head_dim).
     max_seqlen_q, max_seqlen_k: bounds on the lengths; None takes the longest
     seqused_q, seqused_k: (batch) int32: only the first so many rows of a sequence count
     page_table, block_table (two names of one argument): (batch, pages of a sequence) int32; the
@@ -193,7 +193,8 @@ def flash_attn_varlen_func(
     mask = None
     if attention_chunk:
         for name, cu, bound in (
-            ("max_seqlen_q", cu_seqlens_q, max_seqlen_q), ("max_seqlen_k", cu_seqlens_k, max_seqlen_k)
+            ("max_seqlen_q", cu_seqlens_q, max_seqlen_q),
+            ("max_seqlen_k", cu_seqlens_k, max_seqlen_k),
         ):
             if cu is not None and not bound:
                 raise ValueError(f"{name} is {bound}; attention_chunk needs it for its mask")
@@ -305,6 +306,10 @@ def flash_attn_combine(
         out = library.empty(out_partial, (batch, seqlen, heads, width), dtype)
     else:
         _libraries.writable(out, "out")
+    if _libraries.is_torch(out_partial) and out_partial.is_cuda:
+        from fovea import _torch_device
+
+        return out, _torch_device.combine(out_partial, lse_partial, out, learnable_sink)
     lse = library.empty(lse_partial, (batch, heads, seqlen), "float32")
     parts = range(out_partial.shape[0])
     _native.merge(
@@ -316,8 +321,8 @@ def flash_attn_combine(
 
 
 def get_scheduler_metadata(*args: object, **kwargs: object) -> None:
-    """None: fovea needs no metadata. Takes flash-attention's arguments, so that code that passes the
-    result on as scheduler_metadata keeps working."""
+    """None: fovea needs no metadata. Takes flash-attention's arguments, so that code that passes
+    the result on as scheduler_metadata keeps working."""
     del args, kwargs
 
 

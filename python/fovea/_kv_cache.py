@@ -57,30 +57,30 @@ def flash_attn_with_kvcache(
     """Attention of new queries over a cache, to which k and v are appended first, in place.
 
     q: (batch, seqlen_q, heads, head_dim), or with cu_seqlens_q (total_q, heads, head_dim)
-    k_cache: (slots, capacity, heads_kv, head_dim); with a table (pages, page_size, heads_kv, head_dim)
+    k_cache: (slots, capacity, heads_kv, head_dim); with a table (pages, page_size, heads_kv,
+        head_dim)
     v_cache: as k_cache, with head_dim_v
-    k, v: (batch, seqlen_new, heads_kv, head_dim), or with cu_seqlens_k_new packed: written to the cache
-        at cache_seqlens, cache_seqlens + 1, ...
-    rotary_cos, rotary_sin: (positions, rotary_dim / 2): turn k at its position in the cache, and q at
-        cache_seqlens, cache_seqlens + 1, ... if causal or windowed, else all rows at cache_seqlens
+    k, v: (batch, seqlen_new, heads_kv, head_dim), or with cu_seqlens_k_new packed: written to the
+        cache at cache_seqlens, cache_seqlens + 1, ...
+    rotary_cos, rotary_sin: (positions, rotary_dim / 2): turn k at its position in the cache, and q
+        at cache_seqlens, cache_seqlens + 1, ... if causal or windowed, else all rows at
+        cache_seqlens
     rotary_interleaved: turn the pairs (0, 1), (2, 3), ...; else (0, rotary_dim / 2), ...
     rotary_seqlens: (batch): first positions for rotary instead of cache_seqlens
     cache_seqlens: int or (batch): keys in the cache before this call; default all of its capacity
-    cache_batch_idx: (batch): the slot of each sequence, default 0, 1, ...
+    cache_batch_idx: (batch): the slot, or row of the table, of each sequence, default 0, 1, ...
     cache_leftpad: (batch): the first key of each sequence that counts
     page_table, block_table (two names of one argument): (batch, pages of a sequence)
     num_splits, pack_gqa, sm_margin, scheduler_metadata: scheduling; no result depends on them
 
-    The rest as flash_attn_func. Returns out like q with head_dim_v, and with return_softmax_lse also
-    lse (batch, heads, seqlen_q), or packed (heads, total_q). There is no backward pass.
+    The rest as flash_attn_func. Returns out like q with head_dim_v, and with return_softmax_lse
+    also lse (batch, heads, seqlen_q), or packed (heads, total_q).
     """
     del scheduler_metadata, pack_gqa, sm_margin
     refuse_descale(q, q_descale, k_descale, v_descale)
     if page_table is not None and block_table is not None:
         raise ValueError("block_table and page_table are two names of one argument; give one")
     table = block_table if page_table is None else page_table
-    if table is not None and cache_batch_idx is not None:
-        raise ValueError("cache_batch_idx says where sequences are; so does block_table: give one")
     if (rotary_cos is None) != (rotary_sin is None):
         raise ValueError("rotary_cos and rotary_sin belong together; give both or none")
     if (k is None) != (v is None):
@@ -88,15 +88,17 @@ def flash_attn_with_kvcache(
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     lengths = _lengths(cache_seqlens, batch, q)
     if lengths is None and (k is not None or rotary_cos is not None):
-        raise ValueError("cache_seqlens is None; k, v and rotary_cos need to know where new keys go")
+        raise ValueError("cache_seqlens is None; k, v and rotary_cos need to know where keys go")
 
     if table is None and cache_batch_idx is None and k_cache.shape[0] != batch:
         raise ValueError(
             f"k_cache has {k_cache.shape[0]} slots but q {batch} sequences; cache_batch_idx says "
             "which slot each one has"
         )
-    if cache_batch_idx is not None:  # a slot is a page as long as the capacity
-        table = host_int32(cache_batch_idx, q).reshape(-1, 1)
+    if cache_batch_idx is not None:
+        slots = host_int32(cache_batch_idx, q)
+        # A slot without a table is a page as long as the capacity.
+        table = slots.reshape(-1, 1) if table is None else table[slots]
     if k is not None:
         lengths = _append(
             q, k_cache, v_cache, k, v, lengths, table, cu_seqlens_k_new, rotary_cos, rotary_sin,

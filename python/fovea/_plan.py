@@ -110,14 +110,15 @@ def plan(
 
     q: (batch, seqlen_q, heads, head_dim), or packed (total_q, heads, head_dim) with cu_seqlens_q
     k, v: likewise, or (pages, page_size, heads_kv, head_dim) with block_table and seqused_k
-    out: as q, with the head dimension of v; lse: (batch, heads, seqlen_q) or (heads, total_q), float32
+    out: as q, with the head dimension of v
+    lse: (batch, heads, seqlen_q) or (heads, total_q), float32
     device: "auto", "cpu", "cuda", "emulated:sm_90a" or "emulated:sm_100a"
     threads: of a CPU run; 0 takes the default
 
-    Further keywords: bias, mask (batch, heads, seqlen_q, seqlen_k; 1 broadcasts), sink (heads), alibi
-    (heads) or (batch, heads), cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table,
-    max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, dropout_p, dropout_seed,
-    dropout_offset, num_splits, deterministic, layout ("bshd" or "bhsd").
+    Further keywords: bias, mask (batch, heads, seqlen_q, seqlen_k; 1 broadcasts), sink (heads),
+    alibi (heads) or (batch, heads), cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table,
+    max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, dropout_p,
+    dropout_seed, dropout_offset, num_splits, deterministic, layout ("bshd" or "bhsd").
     """
     return Plan({"q": q, "k": k, "v": v, "out": out, "lse": lse, **arguments}, device, threads)
 

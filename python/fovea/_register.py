@@ -61,8 +61,8 @@ def transformers_attention(
     position_bias: Any = None,
     **kwargs: Any,
 ) -> tuple[Any, None]:
-    """What transformers calls: query, key, value (batch, heads, seqlen, head_dim), key and value with
-    the model's own number of heads. Returns (batch, seqlen, heads, head_dim_v) and no weights.
+    """What transformers calls: query, key, value (batch, heads, seqlen, head_dim), key and value
+    with the model's own number of heads. Returns (batch, seqlen, heads, head_dim_v), no weights.
 
     Without a mask, the causal one is aligned to the bottom right: queries are the last tokens.
     """

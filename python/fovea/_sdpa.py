@@ -31,8 +31,8 @@ def sdpa(
 
     query: (..., heads, seqlen_q, head_dim), with any number of batch dimensions, also none
     key: (..., heads_kv, seqlen_k, head_dim), value: (..., heads_kv, seqlen_k, head_dim_v)
-    attn_mask: broadcasts to (..., heads, seqlen_q, seqlen_k); boolean, True keeps; or a float that is
-        added to the scores
+    attn_mask: broadcasts to (..., heads, seqlen_q, seqlen_k); boolean, True keeps; or a float that
+        is added to the scores
     is_causal: query i sees keys 0 to i (top-left aligned, also where seqlen_q != seqlen_k)
     scale: default 1 / sqrt(head_dim)
     enable_gqa: heads may be a multiple of heads_kv

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from fovea import _core, _libraries, _native
+from fovea import _core, _libraries, _native, _torch_device
 
 _library = torch.library.Library("fovea", "DEF")  # keeps the definitions alive
 
 _library.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? sink, Tensor? alibi,"
-    " Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k,"
-    " Tensor? block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, float? softmax_scale,"
-    " bool causal, SymInt window_left, SymInt window_right, float softcap, float dropout_p,"
-    " int num_splits, bool deterministic) -> (Tensor out, Tensor lse, Tensor rng_state)",
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? sink,"
+    " Tensor? alibi, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q,"
+    " Tensor? seqused_k, Tensor? block_table, SymInt max_seqlen_q, SymInt max_seqlen_k,"
+    " float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap,"
+    " float dropout_p, int num_splits, bool deterministic) -> (Tensor out, Tensor lse, Tensor rng_state)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded),
 )
 _library.define(
@@ -70,13 +70,18 @@ def _attention_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.
     )
 
 
-def _append(*arguments: Any) -> None:
-    _native.append(*arguments)
+def _append(k_cache: torch.Tensor, *arguments: Any) -> None:
+    if k_cache.is_cuda:
+        _torch_device.append(k_cache, *arguments)
+    else:
+        _native.append(k_cache, *arguments)
 
 
 def _rotate(
     q: torch.Tensor, positions: torch.Tensor, cu_seqlens_q: torch.Tensor | None, *rest: Any
 ) -> torch.Tensor:
+    if q.is_cuda:
+        return _torch_device.rotate(q, positions, cu_seqlens_q, *rest)
     turned = q.new_empty(q.shape)
     _native.rotate(q, turned, positions, cu_seqlens_q, *rest)
     return turned
@@ -138,9 +143,8 @@ def _attention_backward(
         torch.zeros_like(out) if dout is None else dout, dlse, q, k, v, out, lse, rng_state,
         *tensors, *ctx.numbers, ctx.deterministic, need_dsink, need_dbias,
     )
-    return (
-        dq, dk, dv, dbias if need_dbias else None, None, dsink if need_dsink else None, *nothing[6:],
-    )
+    dbias, dsink = dbias if need_dbias else None, dsink if need_dsink else None
+    return (dq, dk, dv, dbias, None, dsink, *nothing[6:])
 
 
 def _second_backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
@@ -243,7 +247,7 @@ def _converted(q: torch.Tensor, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def append(*arguments: Any) -> None:
     if _is_eager(*(a for a in arguments if isinstance(a, torch.Tensor))):
-        _native.append(*arguments)
+        _append(*arguments)
     else:
         _append_op(*arguments)
 

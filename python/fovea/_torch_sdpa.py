@@ -23,8 +23,8 @@ def _flash_for_cpu(
 
 
 class Override:
-    """As long as it exists, fovea computes what torch's CPU flash attention would. The backward pass
-    stays torch's own: it takes the same out and log-sum-exp."""
+    """As long as it exists, fovea computes what torch's CPU flash attention would. The backward
+    pass stays torch's own: it takes the same out and log-sum-exp."""
 
     def __init__(self) -> None:
         self._library: Any = torch.library.Library("aten", "IMPL")

@@ -2,8 +2,8 @@
 
 Code written for ``flash_attn`` runs with ``from fovea.flash_attn_2 import flash_attn_func``. The
 attention itself, shapes and errors included, is that of the functions of the same names in fovea.
-With return_attn_probs they return (out, lse, None): the matrix of weights that flash-attention gives
-for its own tests is never in memory here.
+With return_attn_probs they return (out, lse, None): the matrix of weights that flash-attention
+gives for its own tests is never in memory here.
 """
 
 from __future__ import annotations

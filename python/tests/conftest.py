@@ -1,4 +1,4 @@
-"""Every test of an array library runs with all that are installed; torch's tests are a tier apart."""
+"""Tests of array libraries run with all of them; those with torch are a tier apart."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ class Torch(Numpy):
         return tensor.to(torch.float64).numpy() if tensor.is_floating_point() else tensor.numpy()
 
 
-@pytest.fixture(params=[Numpy, Jax, pytest.param(Torch, marks=pytest.mark.torch)], ids=lambda c: c.name)
+TORCH = pytest.param(Torch, marks=pytest.mark.torch)
+
+
+@pytest.fixture(params=[Numpy, Jax, TORCH], ids=lambda c: c.name)
 def library(request):
     return request.param()
 

@@ -54,9 +54,10 @@ def load(name: str, path: Path) -> types.ModuleType:
 
 
 def apply_rotary_emb(
-    x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None
+    x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None,
+    max_seqlen=None,
 ):
-    """x (batch, seqlen, heads, head_dim), turned at positions seqlen_offsets, seqlen_offsets + 1, ..."""
+    """x (batch, seqlen, heads, head_dim), turned at seqlen_offsets, seqlen_offsets + 1, ..."""
     assert not inplace and cu_seqlens is None
     offsets = torch.as_tensor(seqlen_offsets, device=x.device).reshape(-1, 1)
     positions = offsets + torch.arange(x.shape[1], device=x.device)
@@ -88,39 +89,57 @@ if DEVICE == "cpu":  # the tests ask what GPU there is, to leave out what old on
     torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(total_memory=80 << 30)
 
 
-def reason_to_leave_out(item: pytest.Item) -> str | None:
-    name = getattr(item, "originalname", item.name)
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+def reason_to_leave_out(name: str, parameters: dict) -> str | None:
     if name in LEFT_OUT:
         return LEFT_OUT[name]
     if parameters.get("dropout_p"):
         return NO_WEIGHTS
     if "float8" in str(parameters.get("dtype")):
         return "fp8 inputs are not supported yet"
-    rows = max([parameters.get(name, 0) for name in ("seqlen", "seqlen_q", "seqlen_k")])
+    rows = max(parameters.get(name, 0) for name in ("seqlen", "seqlen_q", "seqlen_k"))
     if MAX_ROWS and rows > MAX_ROWS:
         return f"more than {MAX_ROWS} rows take a CPU too long"
     return None
 
 
+report: list[str] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc):
+    """Of each test, SAMPLE of the parameter sets that make sense. Here, since there are up to a
+    million of them, and pytest takes its time to make items."""
+    yield
+    name = metafunc.function.__name__
+    calls, skipped = [], {}
+    for call in metafunc._calls:
+        reason = reason_to_leave_out(name, call.params)
+        if reason is None:
+            calls.append(call)
+        else:
+            skipped[reason] = skipped.get(reason, 0) + 1
+    if not metafunc._calls:
+        return
+    some = calls if not SAMPLE else random.Random(SEED).sample(calls, min(SAMPLE, len(calls)))
+    report.append(f"{name}: {len(some)} of {len(calls)} parameter sets")
+    report.extend(f"{name}: {n} left out: {reason}" for reason, n in skipped.items())
+    metafunc._calls = some
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test, SAMPLE of the parameters that make sense; those that do not are skipped."""
-    chosen: dict[str, list[pytest.Item]] = {}
-    skipped: dict[tuple[str, str], int] = {}
+    kept = []
     for item in items:
         name = getattr(item, "originalname", item.name)
-        reason = reason_to_leave_out(item)
-        if reason is None:
-            chosen.setdefault(name, []).append(item)
-        else:
-            skipped[name, reason] = skipped.get((name, reason), 0) + 1
-    numbers = random.Random(SEED)
-    kept = []
-    print()
-    for name, of_name in chosen.items():
-        some = of_name if not SAMPLE else numbers.sample(of_name, min(SAMPLE, len(of_name)))
-        print(f"{name}: {len(some)} of {len(of_name)} parameter sets")
-        kept += some
-    for (name, reason), count in skipped.items():
-        print(f"{name}: {count} left out: {reason}")
+        is_set = hasattr(item, "callspec")
+        if is_set or not hasattr(item, "function"):
+            kept.append(item)
+        elif name not in LEFT_OUT and not item.get_closest_marker("parametrize"):
+            kept.append(item)
+        elif name in LEFT_OUT:
+            report.append(f"{name}: left out: {LEFT_OUT[name]}")
     items[:] = kept
+
+
+def pytest_terminal_summary(terminalreporter):
+    for line in report:
+        terminalreporter.write_line(line)

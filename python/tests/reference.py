@@ -6,8 +6,8 @@ import numpy as np
 
 
 def attention(
-    q, k, v, *, softmax_scale=None, causal=False, window=(-1, -1), softcap=0.0, bias=None, mask=None,
-    sink=None, alibi=None,
+    q, k, v, *, softmax_scale=None, causal=False, window=(-1, -1), softcap=0.0, bias=None,
+    mask=None, sink=None, alibi=None,
 ):
     """(out, lse) of q (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv); lse (B, Hq, Sq)."""
     q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))

@@ -80,7 +80,8 @@ def test_import_is_quick_and_brings_nothing_big():
     )
     seconds = []
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
         elapsed, *loaded = done.stdout.split()
         assert loaded == ["False"] * 3
         seconds.append(float(elapsed))

@@ -42,7 +42,7 @@ WRONG = [
     (ValueError, "kv", lambda: fovea.flash_attn_kvpacked_func(Q, ones(1, 4, 3, 4, 8))),
     (
         ValueError, "cu_seqlens_q",
-        lambda: fovea.flash_attn_varlen_func(Q[0], K[0], K[0], np.int32([0, 5]), np.int32([0, 6]), 5, 6),
+        lambda: fovea.flash_attn_varlen_func(Q[0], K[0], K[0], [0, 5], [0, 6], 5, 6),
     ),
     (
         TypeError, "cu_seqlens_q",
@@ -53,7 +53,7 @@ WRONG = [
         ValueError, "cache_seqlens",
         lambda: fovea.flash_attn_with_kvcache(Q, K, K, K, K, cache_seqlens=1),
     ),
-    (ValueError, "k_cache", lambda: fovea.flash_attn_with_kvcache(Q, ones(2, 6, 2, 8), ones(2, 6, 2, 8))),
+    (ValueError, "k_cache", lambda: fovea.flash_attn_with_kvcache(Q, *(ones(2, 6, 2, 8),) * 2)),
     (
         ValueError, "block_table",
         lambda: fovea.flash_attn_with_kvcache(
@@ -72,7 +72,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("kind, argument, call", WRONG, ids=[f"{i}-{w[1]}" for i, w in enumerate(WRONG)])
+@pytest.mark.parametrize(
+    "kind, argument, call", WRONG, ids=[f"{i}-{wrong[1]}" for i, wrong in enumerate(WRONG)]
+)
 def test_says_which_argument(kind, argument, call):
     with pytest.raises(kind) as caught:
         call()

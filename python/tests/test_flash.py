@@ -23,8 +23,9 @@ def tensors(rng, batch=2, rows=7, keys=9, heads=4, heads_kv=2, dim=16, dim_v=Non
 
 
 def close(library, result, expected, dtype="float32"):
+    tolerance = TOLERANCE[dtype]
     np.testing.assert_allclose(
-        library.back(result).astype(np.float64), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        library.back(result).astype(np.float64), expected, atol=tolerance, rtol=tolerance
     )
 
 
@@ -178,7 +179,8 @@ def test_combine(library, rng):
     ]
     outs = np.stack([*(out for out, _ in parts), np.full_like(q, np.nan)])
     lses = np.stack([*(lse for _, lse in parts), np.full_like(parts[0][1], -np.inf)])
-    out, lse = fovea.flash_attn_combine(library.make(outs), library.make(lses.transpose(0, 1, 3, 2)))
+    lses = library.make(lses.transpose(0, 1, 3, 2))
+    out, lse = fovea.flash_attn_combine(library.make(outs), lses)
     expected, expected_lse = attention(q, k, v)
     close(library, out, expected)
     close(library, lse, expected_lse.transpose(0, 2, 1))
@@ -186,7 +188,7 @@ def test_combine(library, rng):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("where", ["slots", "batch index", "pages"])
+@pytest.mark.parametrize("where", ["slots", "batch index", "pages", "rows of pages"])
 def test_kv_cache_appends_and_rotates(rng, where, causal, interleaved):
     batch, rows, capacity, dim = 2, 3, 12, 16
     q = rng.standard_normal((batch, rows, 4, dim)).astype(np.float32)
@@ -207,6 +209,9 @@ def test_kv_cache_appends_and_rotates(rng, where, causal, interleaved):
         slots = [np.full((8, 4, 2, dim), np.nan, np.float32) for _ in held]
         table = np.array([[6, 0, 3], [2, 5, 7]], np.int32)
         options["page_table"] = table
+        if where == "rows of pages":
+            options["page_table"] = np.stack([table[1], [-1, -1, -1], table[0]]).astype(np.int32)
+            options["cache_batch_idx"] = np.array([2, 0], np.int32)
         place = lambda b, key: (table[b, key // 4], key % 4)  # noqa: E731
     for b in range(batch):
         for key in range(lengths[b]):

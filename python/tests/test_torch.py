@@ -110,7 +110,10 @@ def test_sdpa_equals_torchs():
     theirs = torch.nn.functional.scaled_dot_product_attention
     mask = torch.rand(2, 1, 5, 9) < 0.5
     bias = torch.randn(5, 9)
-    for options in ({}, {"is_causal": True}, {"scale": 0.3}, {"attn_mask": mask}, {"attn_mask": bias}):
+    causal, scaled, masked, biased = (
+        {"is_causal": True}, {"scale": 0.3}, {"attn_mask": mask}, {"attn_mask": bias}
+    )
+    for options in ({}, causal, scaled, masked, biased):
         torch.testing.assert_close(fovea.sdpa(q, k, v, **options), theirs(q, k, v, **options))
     noncontiguous = q.transpose(2, 3).contiguous().transpose(2, 3)
     torch.testing.assert_close(fovea.sdpa(noncontiguous, k, v), theirs(q, k, v))
@@ -260,7 +263,8 @@ def test_one_openmp_runtime():
             "torch.ones(512, 512) @ torch.ones(512, 512);"
             "print(len({l.split()[-1] for l in open('/proc/self/maps') if 'libgomp' in l}))"
         )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == "1", order
 
 
@@ -292,3 +296,39 @@ def test_sdpa_override():
     count = len(calls)
     torch.nn.functional.scaled_dot_product_attention(q, k, v)
     assert len(calls) == count
+
+
+def test_steps_on_a_device_equal_the_cpus():
+    """What CUDA tensors take, run on the CPU beside what CPU tensors take."""
+    from fovea import _native, _torch_device
+
+    torch.manual_seed(2)
+    angles = torch.rand(12, 4)
+    cos, sin = angles.cos(), angles.sin()
+    lengths = torch.tensor([3, 5], dtype=torch.int32)
+    table = torch.tensor([[4, 1, 2], [0, 5, 3]], dtype=torch.int32)
+    cu = torch.tensor([0, 1, 5], dtype=torch.int32)
+    for cu_new, shape in ((None, (2, 4)), (cu, (5,))):
+        k, v = (torch.randn(*shape, 2, 16) for _ in range(2))
+        for interleaved in (False, True):
+            caches = [[torch.zeros(6, 4, 2, 16) for _ in range(2)] for _ in range(2)]
+            rest = (k, v, lengths, table, cu_new, cos, sin, interleaved)
+            _native.append(*caches[0], *rest)
+            _torch_device.append(*caches[1], *rest)
+            for one, other in zip(*caches, strict=True):
+                torch.testing.assert_close(one, other)
+            for still in (False, True):
+                turned = torch.empty_like(k)
+                rest = (lengths, cu_new, cos, sin, interleaved, still)
+                _native.rotate(k, turned, *rest)
+                torch.testing.assert_close(_torch_device.rotate(k, *rest), turned)
+
+    outs, lses = torch.randn(3, 2, 5, 4, 8), torch.randn(3, 2, 5, 4)
+    lses[1], outs[1] = -torch.inf, torch.nan
+    lses[:, 0, 0] = -torch.inf
+    for sink in (None, torch.randn(4)):
+        expected, expected_lse = fovea.flash_attn_combine(outs, lses, learnable_sink=sink)
+        out = torch.empty_like(expected)
+        lse = _torch_device.combine(outs, lses, out, sink)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(lse, expected_lse)

@@ -15,8 +15,8 @@ import fovea  # noqa: E402
 SENTENCES = [
     "It was the best of times, it was the worst of times.",
     "Marley was dead: to begin with.",
-    "Whether I shall turn out to be the hero of my own life, or whether that station will be held by "
-    "anybody else, these pages must show.",
+    "Whether I shall turn out to be the hero of my own life, or whether that station will be held "
+    "by anybody else, these pages must show.",
 ]
 
 
