@@ -15,7 +15,8 @@ _library.define(
     " Tensor? alibi, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q,"
     " Tensor? seqused_k, Tensor? block_table, SymInt max_seqlen_q, SymInt max_seqlen_k,"
     " float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap,"
-    " float dropout_p, int num_splits, bool deterministic) -> (Tensor out, Tensor lse, Tensor rng_state)",
+    " float dropout_p, int num_splits, bool deterministic)"
+    " -> (Tensor out, Tensor lse, Tensor rng_state)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded),
 )
 _library.define(
