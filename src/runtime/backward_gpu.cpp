@@ -31,8 +31,8 @@ RowExtents query_extents(const Problem& p) {
   return {{p.batch, p.seqlen_q, p.heads_q}};
 }
 
-RowExtents key_extents(const Problem& p, int64 total_k) {
-  if (p.is_varlen_k()) return {{1, total_k, p.heads_kv}};
+RowExtents key_extents(const Problem& p) {
+  if (p.is_varlen_k()) return {{1, p.total_k, p.heads_kv}};
   return {{p.batch, p.seqlen_k, p.heads_kv}};
 }
 
@@ -51,9 +51,9 @@ int64 query_blocks(const Problem& p, const BwdConfig& c) {
   return p.total_q > 0 ? std::max<int64>(blocks, 1) : blocks;
 }
 
-int64 key_blocks(const Problem& p, int64 total_k) {
+int64 key_blocks(const Problem& p) {
   const int64 blocks = core::ceil_div(p.seqlen_k, core::backward_keys);
-  return total_k > 0 ? std::max<int64>(blocks, 1) : blocks;
+  return p.total_k > 0 ? std::max<int64>(blocks, 1) : blocks;
 }
 
 // Blocks of query rows of all sequences and heads (device/bwd_blocks.h, first_block).
@@ -112,6 +112,42 @@ int32 pairs_in_cache(const Problem& p, const DeviceProperties& chip) {
       chip.l2_bytes / 2 / std::max<std::uint64_t>(bytes, 1), 1, std::max<std::uint64_t>(pairs, 1)));
 }
 
+// Everything but the tensor maps.
+BwdParams fill_params(const BackwardCall& call, const BwdConfig& config,
+                      const DeviceProperties& chip) {
+  const Problem& p = call.problem;
+  BwdParams params;
+  fill_tensors(params, p, call.gradients);
+  const Scratch scratch(p, config, call.workspace);
+  params.lse_log2 = reinterpret_cast<float*>(scratch.lse_log2);
+  params.delta = reinterpret_cast<float*>(scratch.delta);
+  params.dq_sums = reinterpret_cast<float*>(scratch.dq_sums);
+  params.turns = reinterpret_cast<core::uint32*>(scratch.turns);
+  params.cu_seqlens_q = p.cu_seqlens_q;
+  params.cu_seqlens_k = p.cu_seqlens_k;
+  params.seqused_q = p.seqused_q;
+  params.seqused_k = p.seqused_k;
+  params.batch = static_cast<int32>(sequences(p));
+  params.sequences = static_cast<int32>(p.batch);
+  params.seqlen_q = static_cast<int32>(p.seqlen_q);
+  params.seqlen_k = static_cast<int32>(p.seqlen_k);
+  params.total_q = static_cast<int32>(p.total_q);
+  params.total_k = static_cast<int32>(p.total_k);
+  params.heads_q = p.heads_q;
+  params.heads_kv = p.heads_kv;
+  params.group_size = p.group_size();
+  params.head_dim = p.head_dim;
+  params.head_dim_v = p.head_dim_v;
+  params.window_left = narrow_bound(p.window.left, p);
+  params.window_right = narrow_bound(p.window.right, p);
+  params.scale = p.softmax_scale;
+  params.scale_log2 = p.softmax_scale * core::log2_e;
+  params.q_blocks = static_cast<int32>(query_blocks(p, config));
+  params.key_blocks = static_cast<int32>(key_blocks(p));
+  params.section = pairs_in_cache(p, chip);
+  return params;
+}
+
 std::uint32_t checked_grid(int64 ctas) {
   if (ctas > std::numeric_limits<int32>::max() / 2) {
     throw Error("the gradients take " + std::to_string(ctas) +
@@ -155,8 +191,8 @@ std::vector<std::string> backward_supports(const Problem& p, const Gradients& g,
   };
   if (reasons.empty()) {
     check("q", p.q, query_extents(p), p.head_dim);
-    check("k", p.k, key_extents(p, p.seqlen_k), p.head_dim);
-    check("v", p.v, key_extents(p, p.seqlen_k), p.head_dim_v);
+    check("k", p.k, key_extents(p), p.head_dim);
+    check("v", p.v, key_extents(p), p.head_dim_v);
     check("dout", g.dout, query_extents(p), p.head_dim_v);
   }
   return reasons;
@@ -244,51 +280,18 @@ void BackwardKernels::launch(BackwardPart part, std::uint32_t ctas, std::uint32_
 void BackwardKernels::run(const BackwardCall& call, Stream stream) const {
   const Problem& p = call.problem;
   const Gradients& g = call.gradients;
-  BwdParams params;
-  fill_tensors(params, p, g);
-  const Scratch scratch(p, config_, call.workspace);
-  params.lse_log2 = reinterpret_cast<float*>(scratch.lse_log2);
-  params.delta = reinterpret_cast<float*>(scratch.delta);
-  params.dq_sums = reinterpret_cast<float*>(scratch.dq_sums);
-  params.turns = reinterpret_cast<core::uint32*>(scratch.turns);
-  params.cu_seqlens_q = p.cu_seqlens_q;
-  params.cu_seqlens_k = p.cu_seqlens_k;
-  params.seqused_q = p.seqused_q;
-  params.seqused_k = p.seqused_k;
-  params.batch = static_cast<int32>(sequences(p));
-  params.sequences = static_cast<int32>(p.batch);
-  params.seqlen_q = static_cast<int32>(p.seqlen_q);
-  params.seqlen_k = static_cast<int32>(p.seqlen_k);
-  params.total_q = static_cast<int32>(p.total_q);
-  params.total_k = static_cast<int32>(call.total_k);
-  params.heads_q = p.heads_q;
-  params.heads_kv = p.heads_kv;
-  params.group_size = p.group_size();
-  params.head_dim = p.head_dim;
-  params.head_dim_v = p.head_dim_v;
-  params.window_left = narrow_bound(p.window.left, p);
-  params.window_right = narrow_bound(p.window.right, p);
-  params.scale = p.softmax_scale;
-  params.scale_log2 = p.softmax_scale * core::log2_e;
-  params.q_blocks = static_cast<int32>(query_blocks(p, config_));
-  params.key_blocks = static_cast<int32>(key_blocks(p, call.total_k));
-  params.section = pairs_in_cache(p, device_.properties());
-
+  BwdParams params = fill_params(call, config_, device_.properties());
   const std::uint32_t row_ctas = checked_grid(query_blocks(p, config_) * p.heads_q * sequences(p));
-  const std::uint32_t key_ctas =
-      checked_grid(key_blocks(p, call.total_k) * p.heads_kv * sequences(p));
-  const bool has_queries = query_extents(p).of[0] > 0 && query_extents(p).of[1] > 0;
-  const bool has_keys =
-      key_extents(p, call.total_k).of[0] > 0 && key_extents(p, call.total_k).of[1] > 0;
-  if (has_queries) {
-    params.q = encode_rows(device_, p.q, query_extents(p), p.head_dim, core::rows_of(config_));
-    params.dout_map =
-        encode_rows(device_, g.dout, query_extents(p), p.head_dim_v, core::rows_of(config_));
+  const std::uint32_t key_ctas = checked_grid(key_blocks(p) * p.heads_kv * sequences(p));
+  const RowExtents queries = query_extents(p);
+  const RowExtents keys = key_extents(p);
+  if (queries.of[0] > 0 && queries.of[1] > 0) {
+    params.q = encode_rows(device_, p.q, queries, p.head_dim, core::rows_of(config_));
+    params.dout_map = encode_rows(device_, g.dout, queries, p.head_dim_v, core::rows_of(config_));
   }
-  if (has_keys) {
-    const RowExtents extents = key_extents(p, call.total_k);
-    params.k = encode_rows(device_, p.k, extents, p.head_dim, core::backward_keys);
-    params.v = encode_rows(device_, p.v, extents, p.head_dim_v, core::backward_keys);
+  if (keys.of[0] > 0 && keys.of[1] > 0) {
+    params.k = encode_rows(device_, p.k, keys, p.head_dim, core::backward_keys);
+    params.v = encode_rows(device_, p.v, keys, p.head_dim_v, core::backward_keys);
   }
   launch(BackwardPart::prepare, row_ctas, core::row_threads, 0, params, stream);
   launch(BackwardPart::main, key_ctas, core::backward_threads,

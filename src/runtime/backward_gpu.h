@@ -34,7 +34,6 @@ std::string backward_text(const core::BwdConfig& config, BackwardPart part);
 struct BackwardCall {
   core::Problem problem;
   core::Gradients gradients;
-  core::int64 total_k = 0;  // rows of k and v in all (varlen only)
   // backward_workspace_bytes() with any content, 256-byte aligned, in use until the stream has
   // passed.
   DeviceAddress workspace = 0;

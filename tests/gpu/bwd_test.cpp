@@ -117,6 +117,7 @@ class BackwardProblem {
     p.seqlen_q = c.seqlen_q;
     p.seqlen_k = c.seqlen_k;
     p.total_q = packed ? rows_q : 0;
+    p.total_k = packed ? rows_k : 0;
     p.heads_q = c.heads_q;
     p.heads_kv = c.heads_kv;
     p.head_dim = c.head_dim;
@@ -259,7 +260,6 @@ BackwardResult run_on(Device& device, const BackwardProblem& host) {
   p.cu_seqlens_k = lengths(host.spec.cu_seqlens_k);
   p.seqused_q = lengths(host.spec.seqused_q);
   p.seqused_k = lengths(host.spec.seqused_k);
-  call.total_k = host.rows_k;
 
   EXPECT_TRUE(runtime::backward_supports(p, g, device.properties().arch).empty());
   const core::BwdConfig config = runtime::choose_backward(p, g);
