@@ -1,6 +1,7 @@
 // fovea info: the version, and what this machine offers.
 #include <fmt/format.h>
 
+#include <cstdint>
 #include <fstream>
 #include <utility>
 
@@ -26,13 +27,13 @@ std::string cpu_model() {
 
 // A device, and whether a problem can be planned for it: the library's own answer.
 std::string availability(Device device) {
-  const float data[1] = {};
-  float out[1] = {};
+  const std::uint16_t data[64] = {};
+  std::uint16_t out[64] = {};
   Problem problem;
-  problem.q = bshd(data, DType::f32, 1, 1, 1, 1);
+  problem.q = bshd(data, DType::bf16, 1, 1, 1, 64);
   problem.k = problem.q;
   problem.v = problem.q;
-  problem.out = bshd(out, DType::f32, 1, 1, 1, 1);
+  problem.out = bshd(out, DType::bf16, 1, 1, 1, 64);
   try {
     return plan(problem, {.device = device}).device() == device ? "available" : "not available";
   } catch (const std::exception& error) {
@@ -53,8 +54,8 @@ class InfoCommand : public Command {
         fmt::format("fovea {}\nCPU: {}\ninstruction set: {}\nthreads: {}\ndevices:\n", version(),
                     model, instructions, threads);
     Json devices = Json::object();
-    for (const Device device :
-         {Device::cpu, Device::cuda, Device::emulated_sm90a, Device::emulated_sm100a}) {
+    for (const Device device : {Device::cpu, Device::cuda, Device::emulated_sm90a,
+                                Device::emulated_sm100a, Device::emulated_sm103a}) {
       const std::string answer = availability(device);
       devices[std::string(fovea::name(device))] = answer;
       text += fmt::format("  {:<17} {}\n", fovea::name(device), answer);

@@ -25,11 +25,12 @@ constexpr Names<DType, 5> dtype_names = {{{"f32", DType::f32},
                                           {"e4m3", DType::e4m3},
                                           {"e5m2", DType::e5m2}}};
 constexpr Names<Layout, 2> layout_names = {{{"bshd", Layout::bshd}, {"bhsd", Layout::bhsd}}};
-constexpr Names<Device, 5> device_names = {{{"auto", Device::automatic},
+constexpr Names<Device, 6> device_names = {{{"auto", Device::automatic},
                                             {"cpu", Device::cpu},
                                             {"cuda", Device::cuda},
                                             {"emulated:sm_90a", Device::emulated_sm90a},
-                                            {"emulated:sm_100a", Device::emulated_sm100a}}};
+                                            {"emulated:sm_100a", Device::emulated_sm100a},
+                                            {"emulated:sm_103a", Device::emulated_sm103a}}};
 constexpr Names<Softmax, 4> softmax_names = {{{"auto", Softmax::automatic},
                                               {"online", Softmax::online},
                                               {"conditional", Softmax::conditional},

@@ -47,8 +47,14 @@ typedef enum fovea_device {
   FOVEA_DEVICE_CPU = 1,
   FOVEA_DEVICE_CUDA = 2,
   FOVEA_DEVICE_EMULATED_SM90A = 3,
-  FOVEA_DEVICE_EMULATED_SM100A = 4
+  FOVEA_DEVICE_EMULATED_SM100A = 4,
+  FOVEA_DEVICE_EMULATED_SM103A = 5
 } fovea_device;
+
+typedef enum fovea_memory {
+  FOVEA_MEMORY_HOST = 0,
+  FOVEA_MEMORY_DEVICE = 1 /* pointers, those of lengths and tables too, are device addresses */
+} fovea_memory;
 
 typedef enum fovea_softmax {
   FOVEA_SOFTMAX_AUTOMATIC = 0,
@@ -108,6 +114,9 @@ typedef struct fovea_problem {
   uint64_t dropout_seed, dropout_offset;
   int32_t num_splits;
   int32_t deterministic;
+
+  fovea_memory memory;
+  void* stream; /* cudaStream_t, with device memory */
 } fovea_problem;
 
 typedef struct fovea_options {
@@ -115,6 +124,8 @@ typedef struct fovea_options {
   fovea_device device;
   int32_t threads; /* CPU: at most 1024; 0 takes the OpenMP default */
   fovea_softmax softmax;
+  int32_t own_workspace;     /* device memory: the plan keeps its workspace */
+  const char* configuration; /* of a GPU kernel, "name=value,..."; null: the plan's choice */
 } fovea_options;
 
 typedef struct fovea_statistics {
@@ -136,7 +147,7 @@ void fovea_plan_destroy(fovea_plan* plan); /* null is ignored */
 fovea_status fovea_plan_workspace_bytes(const fovea_plan* plan, size_t* bytes);
 
 /* statistics may be null. A plan may run in several threads at once, each with its own workspace.
- */
+ * With device memory, workspace is device memory and the call returns before the work is done. */
 fovea_status fovea_plan_run(const fovea_plan* plan, const fovea_problem* problem, void* workspace,
                             size_t workspace_bytes, fovea_statistics* statistics);
 

@@ -59,6 +59,13 @@ struct Tensor {
 [[nodiscard]] Tensor packed(const void* data, DType dtype, std::int64_t total, std::int64_t heads,
                             std::int64_t head_dim);
 
+// Where the tensors, lengths and tables of a problem are.
+enum class Memory : std::uint8_t {
+  host,   // anywhere the CPU reads; a GPU gets copies and gives its results back before run()
+          // returns
+  device  // memory of the device that computes: run() only puts work into the problem's stream
+};
+
 struct Dropout {
   float probability = 0.0f;  // of dropping a weight, in [0, 1)
   std::uint64_t seed = 0;
@@ -85,6 +92,11 @@ struct Dropout {
 // do. A row that sees no key gives out = 0 and lse = -infinity (lse = sink where there is a sink).
 // Rows of out outside every sequence (slack, unused) are written as zero with lse = -infinity.
 // Masked and out-of-range elements of k and v are never used in arithmetic, whatever they hold.
+//
+// In device memory, data pointers and those of lengths and tables are device addresses. Lengths and
+// page numbers are then not read on the host, so their number is checked and their values are the
+// caller's word: cu_seqlens from 0, not decreasing, up to the rows of q and k; no sequence longer
+// than max_seqlen; seqused within its sequence; pages in use within k.
 struct Problem {
   Tensor q, k, v, out;
   Tensor lse;  // natural logarithm; scale, softcap and sink included
@@ -95,7 +107,8 @@ struct Problem {
   std::span<const std::int32_t> seqused_q;  // B entries: only the first n rows of a sequence count
   std::span<const std::int32_t> seqused_k;
   // Varlen and paged: bounds on the lengths, which plans for changing lengths need. 0: the longest
-  // sequence of cu_seqlens, or what a row of the block table can hold.
+  // sequence of cu_seqlens (in device memory: all rows, a bound that costs time), or what a row of
+  // the block table can hold.
   std::int64_t max_seqlen_q = 0;
   std::int64_t max_seqlen_k = 0;
 
@@ -112,11 +125,24 @@ struct Problem {
   Dropout dropout;
   std::int32_t num_splits = 0;  // parts to split the keys into; 0 lets the plan decide
   bool deterministic = false;
+
+  Memory memory = Memory::host;
+  void* stream = nullptr;  // cudaStream_t to work in, with device memory; null: the default stream
 };
 
-enum class Device : std::uint8_t { automatic, cpu, cuda, emulated_sm90a, emulated_sm100a };
+// automatic: the CPU for host memory, the GPU for device memory. cuda is the device of the calling
+// thread's current context, or else the first one. The emulated ones run the GPU kernels on the
+// CPU, checked and slowly.
+enum class Device : std::uint8_t {
+  automatic,
+  cpu,
+  cuda,
+  emulated_sm90a,
+  emulated_sm100a,
+  emulated_sm103a
+};
 
-// "auto", "cpu", "cuda", "emulated:sm_90a", "emulated:sm_100a"
+// "auto", "cpu", "cuda", "emulated:sm_90a", "emulated:sm_100a", "emulated:sm_103a"
 [[nodiscard]] std::string_view name(Device device);
 
 // How the running reference of a softmax row is kept (docs/kernels/softmax.md). Results agree up to
@@ -129,9 +155,16 @@ struct Options {
   Device device = Device::automatic;
   int threads = 0;  // CPU: at most 1024; 0 takes the OpenMP default
   Softmax softmax = Softmax::automatic;
+  // Device memory: the plan keeps its workspace, workspace_bytes() is 0, and runs of the plan must
+  // follow one another in stream order.
+  bool own_workspace = false;
+  // Fields of a GPU kernel's configuration to set by hand, as explain() prints them: for
+  // measurements. "tile_k=96,stages=3"
+  std::string configuration = {};
 };
 
-// Counts of one run; what the softmax policy and the tile skipping did.
+// Counts of one run; what the softmax policy and the tile skipping did. GPUs count repairs and
+// recomputed_tiles.
 struct Statistics {
   std::int64_t tiles_full = 0;        // (row block, key block) pairs that no mask touched
   std::int64_t tiles_partial = 0;     // ... that were masked element by element
@@ -163,13 +196,19 @@ class DeviceError : public std::runtime_error {
 // with separate workspaces.
 class Plan {
  public:
-  // Bytes run() needs; their address needs no particular alignment.
+  // Bytes run() needs; their address needs no particular alignment, their contents are nobody's.
+  // With device memory they are device memory.
   [[nodiscard]] std::size_t workspace_bytes() const;
 
   // Computes the problem, which must have the planned shapes, dtypes and options; pointers,
-  // strides, the dropout seed and offset, and lengths (within the planned bounds) may differ. The
-  // workspace shares no memory with any tensor. Allocates nothing. Throws Error before anything is
+  // strides, the stream, the dropout seed and offset, and lengths (within the planned bounds) may
+  // differ. The workspace shares no memory with any tensor. Throws Error before anything is
   // written.
+  //
+  // Host memory on the CPU: allocates nothing. Device memory: puts kernels into the stream and
+  // returns; neither allocates nor waits, so that a CUDA graph can capture it; only statistics, if
+  // asked for, wait for the stream. The workspace is in use until the stream has passed. Host
+  // memory on a GPU: allocates there, copies and waits.
   void run(const Problem& problem, std::span<std::byte> workspace,
            Statistics* statistics = nullptr) const;
 
@@ -190,7 +229,7 @@ class Plan {
 // lengths and tables, whose values are checked. Throws Error or Unsupported.
 [[nodiscard]] Plan plan(const Problem& problem, const Options& options = {});
 
-// plan() and run() in one call, with a workspace of its own.
+// plan() and run() in one call, with a workspace of its own. Waits for the result.
 void attention(const Problem& problem, const Options& options = {},
                Statistics* statistics = nullptr);
 

@@ -209,4 +209,16 @@ struct CombineParams {
 
 inline constexpr int32 combine_threads = 256;
 
+// The parameter of device/copy.cuh: a tensor (i0, i1, i2, column) of any strides, in elements, to
+// dense rows of `padded` elements, a multiple of 16 bytes.
+struct CopyParams {
+  const void* from = nullptr;
+  void* to = nullptr;
+  int64 extent[4] = {};
+  int64 stride[4] = {};
+  int64 padded = 0;
+};
+
+inline constexpr int32 copy_threads = 256;
+
 }  // namespace fovea::core

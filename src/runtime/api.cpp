@@ -199,6 +199,8 @@ fovea::Problem to_problem(const fovea_problem* given) {
   problem.dropout = {from.dropout_probability, from.dropout_seed, from.dropout_offset};
   problem.num_splits = from.num_splits;
   problem.deterministic = from.deterministic != 0;
+  problem.memory = to_enum("problem", ".memory", from.memory, fovea::Memory::device);
+  problem.stream = from.stream;
   return problem;
 }
 
@@ -216,9 +218,11 @@ fovea::Options to_options(const fovea_options* given) {
   const fovea_options from =
       import_structure("options", given, default_options(), offsetof(fovea_options, threads));
   fovea::Options options;
-  options.device = to_enum("options", ".device", from.device, fovea::Device::emulated_sm100a);
+  options.device = to_enum("options", ".device", from.device, fovea::Device::emulated_sm103a);
   options.threads = from.threads;
   options.softmax = to_enum("options", ".softmax", from.softmax, fovea::Softmax::sum_guard);
+  options.own_workspace = from.own_workspace != 0;
+  if (from.configuration != nullptr) options.configuration = from.configuration;
   return options;
 }
 

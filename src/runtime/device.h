@@ -10,19 +10,16 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <stdexcept>
 #include <string>
 #include <string_view>
 
 #include "core/config.h"
+#include "fovea/fovea.hpp"
 #include "runtime/nvrtc.h"
 
 namespace fovea::runtime {
 
-class DeviceError : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
+using fovea::DeviceError;
 
 // Device memory, as kernels see it.
 using DeviceAddress = std::uint64_t;
@@ -88,7 +85,17 @@ class Kernel {
   virtual ~Kernel() = default;
 };
 
-// Safe for several threads, but for the emulated device. All addresses and handles belong to it.
+// How the emulator orders what the hardware leaves open; see docs/emulator.md.
+struct EmulationOptions {
+  enum class Order { eager, lazy, random };
+  Order order = Order::eager;
+  std::uint64_t seed = 0;
+  bool checks = true;
+  bool in_order_tensor = false;  // tcgen05 products follow each other in the order of issue
+};
+
+// Safe for several threads; an emulated device serves them one after the other. All addresses and
+// handles belong to it.
 class Device {
  public:
   virtual ~Device() = default;
@@ -96,6 +103,8 @@ class Device {
 
   virtual DeviceAddress allocate(std::size_t bytes) = 0;  // 256-byte aligned, contents undefined
   virtual void free(DeviceAddress address) noexcept = 0;  // zero is ignored
+  // Whether kernels reach the address: not for memory of the host that the driver does not know.
+  virtual bool reaches(DeviceAddress address) const = 0;
 
   // Host memory must stay untouched until the stream is synchronised.
   virtual void copy_to_device(DeviceAddress target, const void* source, std::size_t bytes,
@@ -131,21 +140,19 @@ class Device {
 
   // What the last launch did, counted by the emulator: a table or JSON. Empty on CUDA.
   virtual std::string report(bool json) const = 0;
-};
 
-// How the emulator orders what the hardware leaves open; see docs/emulator.md.
-struct EmulationOptions {
-  enum class Order { eager, lazy, random };
-  Order order = Order::eager;
-  std::uint64_t seed = 0;
-  bool checks = true;
-  bool in_order_tensor = false;  // tcgen05 products follow each other in the order of issue
+  // Of the emulator, from the next launch on; nothing on CUDA.
+  virtual void set_emulation(const EmulationOptions& options) = 0;
 };
 
 // Device `ordinal` of the CUDA driver, sharing the primary context with the CUDA runtime (and so
 // with PyTorch). Throws Unsupported when there is no driver or no such device of compute
 // capability 9.0, 10.0 or 10.3.
 std::unique_ptr<Device> open_cuda_device(int ordinal = 0);
+
+// The device of the calling thread's current CUDA context; 0 where there is none. Throws
+// Unsupported without a driver.
+int current_cuda_ordinal();
 
 // arch is "sm_90a", "sm_100a", "sm_103a" or a chip's name: "h200".
 std::unique_ptr<Device> open_emulated_device(std::string_view arch,

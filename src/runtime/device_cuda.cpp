@@ -43,6 +43,8 @@ Functions open_driver() {
   load(f.context_push, "cuCtxPushCurrent_v2");
   load(f.context_pop, "cuCtxPopCurrent_v2");
   load(f.context_synchronize, "cuCtxSynchronize");
+  load(f.context_device, "cuCtxGetDevice");
+  load(f.pointer_attribute, "cuPointerGetAttribute");
   load(f.memory_allocate, "cuMemAlloc_v2");
   load(f.memory_free, "cuMemFree_v2");
   load(f.copy_to_device, "cuMemcpyHtoDAsync_v2");
@@ -86,14 +88,19 @@ const Functions& functions() {
 namespace {
 
 // Turns a driver's refusal into an exception: "cuMemAlloc of 16 bytes: CUDA_ERROR_..., its text".
-void check(driver::Result result, const std::string& action) {
+// Makes no string before it has to, since run() allocates nothing.
+void check(driver::Result result, std::string_view action) {
   if (result == 0) return;
   const char* name = nullptr;
   const char* text = nullptr;
   driver::functions().error_name(result, &name);
   driver::functions().error_string(result, &text);
-  throw DeviceError(action + ": " + (name != nullptr ? name : std::to_string(result)) +
+  throw DeviceError(std::string(action) + ": " + (name != nullptr ? name : std::to_string(result)) +
                     (text != nullptr ? std::string(", ") + text : ""));
+}
+
+void check(driver::Result result, std::string_view action, std::size_t bytes) {
+  if (result != 0) check(result, std::string(action) + " of " + std::to_string(bytes) + " bytes");
 }
 
 // Makes a context current on this thread while it lives.
@@ -164,8 +171,8 @@ class CudaDevice final : public Device {
     const Current current(context_);
     driver::DevicePtr address = 0;
     // The driver refuses zero bytes; an empty tensor still wants an address of its own.
-    check(driver::functions().memory_allocate(&address, bytes == 0 ? 1 : bytes),
-          "cuMemAlloc of " + std::to_string(bytes) + " bytes");
+    check(driver::functions().memory_allocate(&address, bytes == 0 ? 1 : bytes), "cuMemAlloc",
+          bytes);
     return address;
   }
 
@@ -178,29 +185,35 @@ class CudaDevice final : public Device {
     f.context_pop(&previous);
   }
 
+  bool reaches(DeviceAddress address) const override {
+    const Current current(context_);
+    unsigned memory_type = 0;
+    return driver::functions().pointer_attribute(&memory_type, driver::pointer_memory_type,
+                                                 address) == 0;
+  }
+
   void copy_to_device(DeviceAddress target, const void* source, std::size_t bytes,
                       Stream stream) override {
     const Current current(context_);
     check(driver::functions().copy_to_device(target, source, bytes, stream.handle),
-          "cuMemcpyHtoDAsync of " + std::to_string(bytes) + " bytes");
+          "cuMemcpyHtoDAsync", bytes);
   }
 
   void copy_to_host(void* target, DeviceAddress source, std::size_t bytes, Stream stream) override {
     const Current current(context_);
     check(driver::functions().copy_to_host(target, source, bytes, stream.handle),
-          "cuMemcpyDtoHAsync of " + std::to_string(bytes) + " bytes");
+          "cuMemcpyDtoHAsync", bytes);
   }
 
   void copy(DeviceAddress target, DeviceAddress source, std::size_t bytes, Stream stream) override {
     const Current current(context_);
-    check(driver::functions().copy(target, source, bytes, stream.handle),
-          "cuMemcpyDtoDAsync of " + std::to_string(bytes) + " bytes");
+    check(driver::functions().copy(target, source, bytes, stream.handle), "cuMemcpyDtoDAsync",
+          bytes);
   }
 
   void fill(DeviceAddress target, std::uint8_t byte, std::size_t bytes, Stream stream) override {
     const Current current(context_);
-    check(driver::functions().fill(target, byte, bytes, stream.handle),
-          "cuMemsetD8Async of " + std::to_string(bytes) + " bytes");
+    check(driver::functions().fill(target, byte, bytes, stream.handle), "cuMemsetD8Async", bytes);
   }
 
   std::shared_ptr<Kernel> load(std::string_view image, std::string_view entry) override {
@@ -321,6 +334,7 @@ class CudaDevice final : public Device {
   }
 
   std::string report(bool) const override { return {}; }
+  void set_emulation(const EmulationOptions&) override {}
 
  private:
   int attribute(int which) const {
@@ -362,6 +376,11 @@ class CudaDevice final : public Device {
 };
 
 }  // namespace
+
+int current_cuda_ordinal() {
+  int ordinal = 0;
+  return driver::functions().context_device(&ordinal) == 0 ? ordinal : 0;
+}
 
 std::unique_ptr<Device> open_cuda_device(int ordinal) {
   return std::make_unique<CudaDevice>(ordinal);

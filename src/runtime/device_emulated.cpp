@@ -2,6 +2,7 @@
 #include <chrono>
 #include <cstring>
 #include <map>
+#include <mutex>
 
 #include "emulator/emulator.h"
 #include "fovea/fovea.hpp"
@@ -45,24 +46,30 @@ class EmulatedDevice final : public Device {
     properties_.sm_count = chip.sm_count;
     properties_.shared_bytes_per_block = chip.shared_bytes_per_cta;
     properties_.emulated = true;
-    schedule_.seed = options.seed;
-    schedule_.checks = options.checks;
-    schedule_.in_order_tensor = options.in_order_tensor;
-    switch (options.order) {
-      case EmulationOptions::Order::eager: schedule_.policy = emulator::Policy::eager; break;
-      case EmulationOptions::Order::lazy: schedule_.policy = emulator::Policy::lazy; break;
-      case EmulationOptions::Order::random: schedule_.policy = emulator::Policy::random; break;
-    }
+    set_emulation(options);
   }
 
   const DeviceProperties& properties() const override { return properties_; }
 
   DeviceAddress allocate(std::size_t bytes) override {
+    const std::lock_guard lock(mutex_);
     return translate([&] { return machine_.allocate(bytes == 0 ? 1 : bytes); });
+  }
+
+  bool reaches(DeviceAddress address) const override {
+    const std::lock_guard lock(mutex_);
+    try {
+      char byte = 0;
+      machine_.read(&byte, address, 1);
+      return true;
+    } catch (const emulator::Error&) {
+      return false;
+    }
   }
 
   void free(DeviceAddress address) noexcept override {
     if (address == 0) return;
+    const std::lock_guard lock(mutex_);
     try {
       machine_.free(address);
     } catch (const emulator::Error&) {
@@ -72,16 +79,19 @@ class EmulatedDevice final : public Device {
 
   void copy_to_device(DeviceAddress target, const void* source, std::size_t bytes,
                       Stream) override {
+    const std::lock_guard lock(mutex_);
     if (bytes != 0) translate([&] { machine_.write(target, source, bytes); });
   }
 
   void copy_to_host(void* target, DeviceAddress source, std::size_t bytes, Stream) override {
+    const std::lock_guard lock(mutex_);
     if (bytes != 0) translate([&] { machine_.read(target, source, bytes); });
   }
 
   void copy(DeviceAddress target, DeviceAddress source, std::size_t bytes, Stream) override {
     if (bytes == 0) return;
     std::string staged(bytes, '\0');
+    const std::lock_guard lock(mutex_);
     translate([&] {
       machine_.read(staged.data(), source, bytes);
       machine_.write(target, staged.data(), bytes);
@@ -89,6 +99,7 @@ class EmulatedDevice final : public Device {
   }
 
   void fill(DeviceAddress target, std::uint8_t byte, std::size_t bytes, Stream) override {
+    const std::lock_guard lock(mutex_);
     if (bytes != 0) translate([&] { machine_.fill(target, byte, bytes); });
   }
 
@@ -105,6 +116,7 @@ class EmulatedDevice final : public Device {
     auto& emulated = static_cast<EmulatedKernel&>(kernel);
     const emulator::LaunchConfig launch{convert(config.grid), convert(config.block),
                                         convert(config.cluster), config.dynamic_shared_bytes};
+    const std::lock_guard lock(mutex_);
     report_ = translate([&] {
       return machine_.launch(emulated.module, emulated.name, launch, parameters, schedule_);
     });
@@ -142,8 +154,12 @@ class EmulatedDevice final : public Device {
   void synchronize(Stream) override {}
   void synchronize() override {}
 
-  Event create_event() override { return {&events_[++last_event_]}; }
+  Event create_event() override {
+    const std::lock_guard lock(mutex_);
+    return {&events_[++last_event_]};
+  }
   void destroy(Event event) noexcept override {
+    const std::lock_guard lock(mutex_);
     std::erase_if(events_, [&](const auto& entry) { return &entry.second == event.handle; });
   }
   void record(Event event, Stream) override {
@@ -156,11 +172,27 @@ class EmulatedDevice final : public Device {
         .count();
   }
 
-  std::string report(bool json) const override { return json ? report_.json() : report_.table(); }
+  std::string report(bool json) const override {
+    const std::lock_guard lock(mutex_);
+    return json ? report_.json() : report_.table();
+  }
+
+  void set_emulation(const EmulationOptions& options) override {
+    const std::lock_guard lock(mutex_);
+    schedule_.seed = options.seed;
+    schedule_.checks = options.checks;
+    schedule_.in_order_tensor = options.in_order_tensor;
+    switch (options.order) {
+      case EmulationOptions::Order::eager: schedule_.policy = emulator::Policy::eager; break;
+      case EmulationOptions::Order::lazy: schedule_.policy = emulator::Policy::lazy; break;
+      case EmulationOptions::Order::random: schedule_.policy = emulator::Policy::random; break;
+    }
+  }
 
  private:
   using Time = std::chrono::steady_clock::time_point;
 
+  mutable std::mutex mutex_;
   emulator::Machine machine_;
   emulator::Schedule schedule_;
   emulator::Report report_;

@@ -55,6 +55,8 @@ inline constexpr std::uintptr_t param_end = 0;
 inline constexpr std::uintptr_t param_buffer_pointer = 1;
 inline constexpr std::uintptr_t param_buffer_size = 2;
 
+inline constexpr int pointer_memory_type = 2;
+
 inline constexpr unsigned stream_non_blocking = 1;
 inline constexpr int l2_promotion_256_bytes = 3;
 
@@ -73,6 +75,8 @@ struct Functions {
   Result (*context_push)(Context);
   Result (*context_pop)(Context*);
   Result (*context_synchronize)();
+  Result (*context_device)(int*);
+  Result (*pointer_attribute)(void* value, int attribute, DevicePtr);
   Result (*memory_allocate)(DevicePtr*, std::size_t);
   Result (*memory_free)(DevicePtr);
   Result (*copy_to_device)(DevicePtr, const void*, std::size_t, StreamHandle);

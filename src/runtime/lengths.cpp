@@ -20,14 +20,16 @@ struct Side {
   Lengths cu_seqlens;
   Lengths seqused;
   std::int64_t max_seqlen;
+  bool readable;  // lengths in device memory are the caller's word
 };
 
-// The longest sequence.
+// The longest sequence, or a bound on it.
 std::int64_t check_cumulative(const Side& side) {
   const Lengths cu = side.cu_seqlens;
   const std::int64_t total = side.tensor.shape[1];
   require(side.tensor.shape[0] == 1, side.tensor_name, " has shape ", Tuple{side.tensor.shape},
           ", but with ", side.cu_name, " its first extent must be 1: (1, total, heads, head_dim)");
+  if (!side.readable) return total;
   require(cu[0] == 0, side.cu_name, " starts at ", cu[0], "; it must start at 0");
   std::int64_t longest = 0;
   for (std::size_t i = 1; i < cu.size(); ++i) {
@@ -46,6 +48,7 @@ void check_used(const Side& side, std::int64_t batch, std::int64_t capacity,
   if (!is_given(used)) return;
   require(static_cast<std::int64_t>(used.size()) == batch, side.used_name, " has ", used.size(),
           " entries but there are ", batch, " sequences; it must have one entry for each");
+  if (!side.readable) return;
   const bool varlen = is_given(side.cu_seqlens);
   for (std::size_t b = 0; b < used.size(); ++b) {
     const std::int64_t rows = varlen ? side.cu_seqlens[b + 1] - side.cu_seqlens[b] : capacity;
@@ -67,8 +70,8 @@ std::int64_t check_rows(const Side& side, std::int64_t batch) {
     return rows;
   }
   const std::int64_t longest = check_cumulative(side);
-  require(side.max_seqlen == 0 || longest <= side.max_seqlen, side.max_name, " is ",
-          side.max_seqlen, " but the longest sequence of ", side.cu_name, " has ", longest,
+  require(!side.readable || side.max_seqlen == 0 || longest <= side.max_seqlen, side.max_name,
+          " is ", side.max_seqlen, " but the longest sequence of ", side.cu_name, " has ", longest,
           " rows; it must be at least that");
   check_used(side, batch, 0, "its sequence");
   return side.max_seqlen != 0 ? side.max_seqlen : longest;
@@ -111,7 +114,7 @@ std::int64_t check_paged(const Problem& problem, const Side& keys, std::int64_t 
   const std::int64_t room = std::min(columns * page_size, max_extent);
   check_used(keys, batch, room, "a row of block_table");
   if (problem.max_seqlen_k != 0) check_used(keys, batch, problem.max_seqlen_k, "max_seqlen_k");
-  check_used_pages(problem);
+  if (keys.readable) check_used_pages(problem);
   return problem.max_seqlen_k != 0 ? problem.max_seqlen_k : room;
 }
 
@@ -131,10 +134,13 @@ Extents check_lengths(const Problem& problem) {
     require(lengths.data() != nullptr || lengths.empty(), name, " has null data but ",
             lengths.size(), " entries; point it at them");
   }
+  const bool readable = problem.memory == Memory::host;
   const Side queries{"q",       "cu_seqlens_q",       "seqused_q",       "max_seqlen_q",
-                     problem.q, problem.cu_seqlens_q, problem.seqused_q, problem.max_seqlen_q};
+                     problem.q, problem.cu_seqlens_q, problem.seqused_q, problem.max_seqlen_q,
+                     readable};
   const Side keys{"k",       "cu_seqlens_k",       "seqused_k",       "max_seqlen_k",
-                  problem.k, problem.cu_seqlens_k, problem.seqused_k, problem.max_seqlen_k};
+                  problem.k, problem.cu_seqlens_k, problem.seqused_k, problem.max_seqlen_k,
+                  readable};
   Extents extents;
   extents.batch = problem.q.shape[0];
   if (is_given(queries.cu_seqlens)) {

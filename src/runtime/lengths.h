@@ -15,7 +15,8 @@ struct Extents {
 [[nodiscard]] bool is_paged(const Problem& problem);
 
 // Checks the sequence dimensions of q and k, cu_seqlens, seqused, max_seqlen and the block table;
-// q and k must be views with elements in range. Throws Error.
+// q and k must be views with elements in range. In device memory the number of lengths is checked,
+// their values are not read. Throws Error.
 [[nodiscard]] Extents check_lengths(const Problem& problem);
 
 }  // namespace fovea

@@ -2,63 +2,45 @@
 
 #include <memory>
 
+#include "runtime/devices.h"
+#include "runtime/gpu.h"
+#include "runtime/staging.h"
 #include "runtime/tensor.h"
 #include "runtime/text.h"
 
 namespace fovea {
 namespace {
 
-// What Softmax::automatic means on the CPU: docs/performance.md has the measurements.
-constexpr core::SoftmaxPolicy fastest_softmax = core::SoftmaxPolicy::sum_guard;
-
-core::SoftmaxPolicy policy_of(Softmax softmax) {
-  switch (softmax) {
-    case Softmax::automatic: return fastest_softmax;
-    case Softmax::online: return core::SoftmaxPolicy::online;
-    case Softmax::conditional: return core::SoftmaxPolicy::conditional;
-    case Softmax::sum_guard: return core::SoftmaxPolicy::sum_guard;
-  }
-  return fastest_softmax;
-}
-
-std::string_view name_of(core::SoftmaxPolicy policy) {
-  switch (policy) {
-    case core::SoftmaxPolicy::online: return name(Softmax::online);
-    case core::SoftmaxPolicy::conditional: return name(Softmax::conditional);
-    case core::SoftmaxPolicy::sum_guard: return name(Softmax::sum_guard);
-  }
-  return "unknown";
-}
-
-std::vector<std::string> cpu_supports(const core::Problem& problem) {
+std::vector<std::string> cpu_supports(Device, const Request& request) {
   std::vector<std::string> reasons;
-  if (problem.q.dtype == core::DType::e4m3 || problem.q.dtype == core::DType::e5m2) {
+  const core::DType dtype = request.validated.q.dtype;
+  if (request.given.memory != Memory::host) {
+    reasons.emplace_back("it computes in host memory and the problem is in device memory");
+  }
+  if (dtype == core::DType::e4m3 || dtype == core::DType::e5m2) {
     reasons.push_back(text("it computes f32, bf16 and f16 but q, k and v are ",
-                           static_cast<DType>(problem.q.dtype),
-                           ", so convert them to one of those"));
+                           static_cast<DType>(dtype), ", so convert them to one of those"));
   }
   return reasons;
 }
 
-std::vector<std::string> gpu_supports(const core::Problem&) {
-  return {"this build has no GPU kernels"};
-}
-
-void configure_cpu(Plan::Choice& choice, const Options& options) {
-  choice.cpu = cpu::configure_forward(choice.problem, options.threads, policy_of(options.softmax));
+void configure_cpu(Plan::Choice& choice, const Request& request) {
+  choice.cpu = cpu::configure_forward(choice.problem, request.options.threads,
+                                      softmax_policy(request.options.softmax));
   choice.workspace_bytes = choice.cpu.workspace_bytes;
 }
 
-void run_cpu(const Plan::Choice& choice, const core::Problem& problem, std::byte* workspace,
-             Statistics& statistics) {
+void run_cpu(const Plan::Choice& choice, const Problem&, const core::Problem& validated,
+             std::span<std::byte> workspace, Statistics* statistics) {
   cpu::ForwardStatistics counts;
-  cpu::forward(problem, choice.cpu, workspace, counts);
-  statistics.tiles_full = counts.tiles_full;
-  statistics.tiles_partial = counts.tiles_partial;
-  statistics.rescales = counts.rescales;
-  statistics.repairs = counts.repairs;
-  statistics.recomputed_tiles = counts.recomputed_tiles;
-  statistics.splits = counts.splits;
+  cpu::forward(validated, choice.cpu, workspace.data(), counts);
+  if (statistics == nullptr) return;
+  statistics->tiles_full = counts.tiles_full;
+  statistics->tiles_partial = counts.tiles_partial;
+  statistics->rescales = counts.rescales;
+  statistics->repairs = counts.repairs;
+  statistics->recomputed_tiles = counts.recomputed_tiles;
+  statistics->splits = counts.splits;
 }
 
 std::string explain_splits(const core::Problem& problem, core::int64 splits) {
@@ -87,18 +69,67 @@ std::string explain_cpu(const Plan::Choice& choice) {
       "keys       ", keys, "\n",                                                            //
       "splits     ", explain_splits(choice.problem, config.splits), "\n",                   //
       "products   ", config.bf16_products ? "bf16 dot-product instructions\n" : "fp32\n",   //
-      "softmax    ", name_of(config.softmax), "\n",                                         //
+      "softmax    ", policy_name(config.softmax), "\n",                                     //
       "workspace  ", choice.workspace_bytes, " bytes, of which ", config.thread_workspace_bytes,
       " per thread\n");
 }
 
 constexpr Engine cpu_engine{configure_cpu, run_cpu, explain_cpu};
 
-constexpr std::array<Candidate, 4> all_candidates{{
-    {Device::cuda, gpu_supports, nullptr, true},
-    {Device::cpu, cpu_supports, &cpu_engine, true},
-    {Device::emulated_sm90a, gpu_supports, nullptr, false},
-    {Device::emulated_sm100a, gpu_supports, nullptr, false},
+// The problem as a GPU gets it.
+Problem on_device(const Problem& problem) {
+  return problem.memory == Memory::device ? problem : runtime::staged_layout(problem);
+}
+
+core::Problem on_device(const Problem& there, const core::Problem& validated) {
+  return translate(there, {validated.batch, validated.seqlen_q, validated.seqlen_k});
+}
+
+std::vector<std::string> gpu_supports(Device device, const Request& request) {
+  const Problem there = on_device(request.given);
+  std::string arch(runtime::emulated_arch(device));
+  try {
+    if (arch.empty()) arch = runtime::shared_device(device).properties().arch;
+  } catch (const Unsupported& fault) {
+    return {fault.what()};
+  }
+  return runtime::gpu_supports(there, on_device(there, request.validated), {arch, request.options});
+}
+
+void configure_gpu(Plan::Choice& choice, const Request& request) {
+  Options options = request.options;
+  const Problem there = on_device(request.given);
+  if (choice.memory == Memory::host) options.own_workspace = false;  // one for each run
+  choice.gpu = std::make_shared<const runtime::GpuPlan>(
+      runtime::shared_device(choice.device), there, on_device(there, choice.problem), options);
+  choice.workspace_bytes =
+      choice.memory == Memory::device ? choice.gpu->workspace_bytes() : std::size_t{0};
+}
+
+void run_gpu(const Plan::Choice& choice, const Problem& given, const core::Problem& validated,
+             std::span<std::byte> workspace, Statistics* statistics) {
+  if (choice.memory == Memory::device) {
+    choice.gpu->run(given, validated, workspace, statistics);
+  } else {
+    runtime::run_staged(*choice.gpu, given, validated, statistics);
+  }
+}
+
+std::string explain_gpu(const Plan::Choice& choice) {
+  return choice.gpu->explain() +
+         (choice.memory == Memory::host
+              ? "memory     host: every run copies the tensors there and the results back\n"
+              : "");
+}
+
+constexpr Engine gpu_engine{configure_gpu, run_gpu, explain_gpu};
+
+constexpr std::array<Candidate, 5> all_candidates{{
+    {Device::cuda, gpu_supports, &gpu_engine, Memory::device},
+    {Device::cpu, cpu_supports, &cpu_engine, Memory::host},
+    {Device::emulated_sm90a, gpu_supports, &gpu_engine, std::nullopt},
+    {Device::emulated_sm100a, gpu_supports, &gpu_engine, std::nullopt},
+    {Device::emulated_sm103a, gpu_supports, &gpu_engine, std::nullopt},
 }};
 
 std::string joined(const std::vector<std::string>& reasons) {
@@ -110,7 +141,7 @@ std::string joined(const std::vector<std::string>& reasons) {
 }  // namespace
 
 void check_options(const Options& options) {
-  require(options.device <= Device::emulated_sm100a, "options.device is ",
+  require(options.device <= Device::emulated_sm103a, "options.device is ",
           static_cast<int>(options.device), ", which is no fovea::Device");
   require(options.softmax <= Softmax::sum_guard, "options.softmax is ",
           static_cast<int>(options.softmax), ", which is no fovea::Softmax");
@@ -141,27 +172,33 @@ namespace {
 }
 
 // Fills in the device and the reasons against the others.
-void choose_device(const Options& options, Plan::Choice& choice) {
-  const bool automatic = options.device == Device::automatic;
+void choose_device(const Request& request, Plan::Choice& choice) {
+  const Device asked = request.options.device;
+  const bool automatic = asked == Device::automatic;
   bool chosen = false;
   std::vector<Device> able;
   for (const Candidate& candidate : candidates()) {
-    const std::vector<std::string> reasons = candidate.supports(choice.problem);
-    const bool wanted = automatic ? candidate.is_automatic : candidate.device == options.device;
-    if (reasons.empty() && wanted && !chosen) {
+    const bool wanted =
+        automatic ? candidate.automatic_for == request.given.memory : candidate.device == asked;
+    if (candidate.device == Device::cuda && !wanted) {
+      // Not even looked for: that alone would take the driver's memory and time.
+      choice.refusals.push_back({candidate.device, "it was not asked for"});
+      continue;
+    }
+    const std::vector<std::string> reasons = candidate.supports(candidate.device, request);
+    if (!reasons.empty()) {
+      choice.refusals.push_back({candidate.device, joined(reasons)});
+    } else if (wanted && !chosen) {
       choice.device = candidate.device;
       choice.engine = candidate.engine;
       chosen = true;
-    } else if (!reasons.empty()) {
-      choice.refusals.push_back({candidate.device, joined(reasons)});
     } else {
       able.push_back(candidate.device);
       choice.refusals.push_back({candidate.device, !automatic ? "another device was asked for"
-                                                   : wanted ? "a device before it in preference can"
-                                                            : "it runs only when asked for"});
+                                                              : "it runs only when asked for"});
     }
   }
-  if (!chosen) refuse(options.device, choice.refusals, able);
+  if (!chosen) refuse(asked, choice.refusals, able);
 }
 
 // What run() may not change, beside the shapes and dtypes of the tensors.
@@ -188,6 +225,9 @@ constexpr Trait fixed_traits[] = {
 
 void check_matches(const Plan::Choice& planned, const Problem& problem,
                    const core::Problem& validated) {
+  require(problem.memory == planned.memory, "memory is ",
+          problem.memory == Memory::device ? "device" : "host",
+          " but the plan was made for the other; plan again");
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     const Tensor& tensor = problem.*arguments[i].tensor;
     const Tensor& before = planned.signature[i];
@@ -237,9 +277,28 @@ const Plan::Choice& checked(const std::shared_ptr<const Plan::Choice>& choice) {
 
 std::span<const Candidate> candidates() { return all_candidates; }
 
+core::SoftmaxPolicy softmax_policy(Softmax softmax) {
+  switch (softmax) {
+    case Softmax::automatic: break;
+    case Softmax::online: return core::SoftmaxPolicy::online;
+    case Softmax::conditional: return core::SoftmaxPolicy::conditional;
+    case Softmax::sum_guard: return core::SoftmaxPolicy::sum_guard;
+  }
+  return core::SoftmaxPolicy::sum_guard;
+}
+
+std::string_view policy_name(core::SoftmaxPolicy policy) {
+  switch (policy) {
+    case core::SoftmaxPolicy::online: return name(Softmax::online);
+    case core::SoftmaxPolicy::conditional: return name(Softmax::conditional);
+    case core::SoftmaxPolicy::sum_guard: return name(Softmax::sum_guard);
+  }
+  return "unknown";
+}
+
 std::string_view name(Device device) {
-  constexpr std::array<std::string_view, 5> names{"auto", "cpu", "cuda", "emulated:sm_90a",
-                                                  "emulated:sm_100a"};
+  constexpr std::array<std::string_view, 6> names{
+      "auto", "cpu", "cuda", "emulated:sm_90a", "emulated:sm_100a", "emulated:sm_103a"};
   const auto index = static_cast<std::size_t>(device);
   return index < names.size() ? names[index] : "unknown";
 }
@@ -278,24 +337,34 @@ void Plan::run(const Problem& problem, std::span<std::byte> workspace,
   // The bounds that the configuration was made for.
   validated.seqlen_q = choice.problem.seqlen_q;
   validated.seqlen_k = choice.problem.seqlen_k;
-  Statistics counts;
-  choice.engine->run(choice, validated, workspace.data(), counts);
-  if (statistics != nullptr) *statistics = counts;
+  if (statistics != nullptr) *statistics = {};
+  choice.engine->run(choice, problem, validated, workspace, statistics);
 }
 
 Plan plan(const Problem& problem, const Options& options) {
   check_options(options);
   auto choice = std::make_shared<Plan::Choice>();
   choice->problem = validate(problem);
+  choice->memory = problem.memory;
+  require(!options.own_workspace || problem.memory == Memory::device,
+          "options.own_workspace is set but memory is host; there the workspace is the caller's");
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     choice->signature[i] = problem.*arguments[i].tensor;
   }
-  choose_device(options, *choice);
-  choice->engine->configure(*choice, options);
+  const Request request{problem, choice->problem, options};
+  choose_device(request, *choice);
+  choice->engine->configure(*choice, request);
   return Plan(std::move(choice));
 }
 
 void attention(const Problem& problem, const Options& options, Statistics* statistics) {
+  if (problem.memory == Memory::device) {
+    Options own = options;
+    own.own_workspace = true;
+    Statistics counts;  // asking for them waits for the stream, before the workspace goes
+    plan(problem, own).run(problem, {}, statistics != nullptr ? statistics : &counts);
+    return;
+  }
   const Plan chosen = plan(problem, options);
   const std::size_t bytes = chosen.workspace_bytes();
   const auto workspace = std::make_unique_for_overwrite<std::byte[]>(bytes);

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <array>
+#include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -12,23 +14,40 @@
 #include "fovea/fovea.hpp"
 #include "runtime/problem.h"
 
+namespace fovea::runtime {
+class GpuPlan;
+}
+
 namespace fovea {
 
+// What Softmax::automatic stands for: docs/performance.md has the measurements.
+[[nodiscard]] core::SoftmaxPolicy softmax_policy(Softmax softmax);
+[[nodiscard]] std::string_view policy_name(core::SoftmaxPolicy policy);
+
+// A problem as it was given, and as backends take it.
+struct Request {
+  const Problem& given;
+  const core::Problem& validated;
+  const Options& options;
+};
+
 // What computes on a device. configure() completes a choice whose problem and device are set.
+// run() gets a problem that fits the choice; statistics may be null.
 struct Engine {
-  void (*configure)(Plan::Choice& choice, const Options& options);
-  void (*run)(const Plan::Choice& choice, const core::Problem& problem, std::byte* workspace,
-              Statistics& statistics);  // allocates nothing, throws nothing but DeviceError
+  void (*configure)(Plan::Choice& choice, const Request& request);
+  void (*run)(const Plan::Choice& choice, const Problem& given, const core::Problem& validated,
+              std::span<std::byte> workspace, Statistics* statistics);
   std::string (*explain)(const Plan::Choice& choice);
 };
 
 // A device that might compute a problem. supports() gives the reasons why it cannot, as clauses
-// that say what would help; none means that it can. One that never can has no engine.
+// that say what would help; none means that it can.
 struct Candidate {
   Device device;
-  std::vector<std::string> (*supports)(const core::Problem& problem);
+  std::vector<std::string> (*supports)(Device device, const Request& request);
   const Engine* engine;
-  bool is_automatic;  // may be chosen without being asked for
+  // Chosen without being asked for when the problem is in this memory; nullopt: never.
+  std::optional<Memory> automatic_for;
 };
 
 // In order of preference.
@@ -45,7 +64,9 @@ struct Plan::Choice {
   const Engine* engine = nullptr;
   core::Problem problem;                           // as planned; its pointers are not used
   std::array<Tensor, arguments.size()> signature;  // shapes and dtypes as planned
-  cpu::ForwardConfig cpu;
+  Memory memory = Memory::host;
+  cpu::ForwardConfig cpu;                       // on the CPU
+  std::shared_ptr<const runtime::GpuPlan> gpu;  // on a GPU
   std::size_t workspace_bytes = 0;
   std::vector<Refusal> refusals;
 };

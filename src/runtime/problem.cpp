@@ -111,6 +111,10 @@ void check_options(const Problem& problem) {
           "; it must lie in [0, 1)");
   require(problem.num_splits >= 0, "num_splits is ", problem.num_splits,
           "; it must be positive, or 0 to let the plan decide");
+  require(problem.memory <= Memory::device, "memory is ", static_cast<int>(problem.memory),
+          "; it must be host or device");
+  require(problem.stream == nullptr || problem.memory == Memory::device,
+          "stream is given but memory is host; leave stream null, or pass device memory");
 }
 
 void check_shape(const Argument& argument, const Problem& problem,
@@ -160,7 +164,9 @@ void check_overlaps(const Problem& problem) {
   }
 }
 
-core::Problem convert(const Problem& problem, const Extents& extents) {
+}  // namespace
+
+core::Problem translate(const Problem& problem, const Extents& extents) {
   core::Problem result;
   result.q = to_view(problem.q);
   result.k = to_view(problem.k);
@@ -184,13 +190,17 @@ core::Problem convert(const Problem& problem, const Extents& extents) {
     result.cu_seqlens_q = problem.cu_seqlens_q.data();
     result.total_q = problem.q.shape[1];
   }
-  result.cu_seqlens_k = problem.cu_seqlens_k.data();
+  if (is_given(problem.cu_seqlens_k)) {
+    result.cu_seqlens_k = problem.cu_seqlens_k.data();
+    result.total_k = problem.k.shape[1];
+  }
   result.seqused_q = problem.seqused_q.data();
   result.seqused_k = problem.seqused_k.data();
   if (is_paged(problem)) {
     result.block_table = problem.block_table.data();
     result.block_table_stride = problem.block_table_columns;
     result.page_size = static_cast<core::int32>(problem.k.shape[1]);
+    result.pages = problem.k.shape[0];
   }
 
   result.softmax_scale =
@@ -204,8 +214,6 @@ core::Problem convert(const Problem& problem, const Extents& extents) {
   return result;
 }
 
-}  // namespace
-
 core::Problem validate(const Problem& problem) {
   check_present(problem);
   check_dtypes(problem);
@@ -214,7 +222,7 @@ core::Problem validate(const Problem& problem) {
   const Extents extents = check_lengths(problem);
   check_shapes(problem, extents);
   check_overlaps(problem);
-  return convert(problem, extents);
+  return translate(problem, extents);
 }
 
 }  // namespace fovea

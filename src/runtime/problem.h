@@ -6,6 +6,7 @@
 
 #include "core/types.h"
 #include "fovea/fovea.hpp"
+#include "runtime/lengths.h"
 
 namespace fovea {
 
@@ -29,8 +30,11 @@ inline constexpr std::array<Argument, 9> arguments{{{"q", &Problem::q},
                                                     {"sink", &Problem::sink},
                                                     {"alibi", &Problem::alibi}}};
 
-// Throws Error at the first fault. Reads the lengths and, of the block table, the entries in use;
-// no tensor data. Allocates nothing unless it throws.
+// Throws Error at the first fault. Reads the lengths and, of the block table, the entries in use,
+// where they are in host memory; no tensor data. Allocates nothing unless it throws.
 [[nodiscard]] core::Problem validate(const Problem& problem);
+
+// The same without the checks, for a problem whose extents are known.
+[[nodiscard]] core::Problem translate(const Problem& problem, const Extents& extents);
 
 }  // namespace fovea
