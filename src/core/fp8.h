@@ -81,6 +81,12 @@ inline constexpr float fp8_rescale_threshold_log2 = 5.0f;
 // arrays of scales are the same; coarser ones repeat.
 enum class ScaleGranularity : uint8 { tensor, head, block };
 
+struct QuantizeOptions {
+  ScaleGranularity granularity = ScaleGranularity::block;
+  bool rotate = true;  // q and k
+  uint64 seed = 0;     // of the rotation's signs; the same for q and k
+};
+
 // ---- Rotation -----------------------------------------------------------------------------------
 
 // A sign for each of up to 256 columns: bit i % 32 of word i / 32 set means negative.
@@ -170,6 +176,44 @@ constexpr Fp8Layout fp8_layout(const Problem& p, int64 total_k) {
   l.key_scale_bytes = (heads_k * l.blocks_k + scale_block_slack) * int64{sizeof(KeyScale)};
   return l;
 }
+
+// ---- The quantising kernels ---------------------------------------------------------------------
+
+// How a scale comes about: of each block at once, or, for coarser ones, from the largest magnitude
+// that an earlier launch has found.
+enum class QuantizePass : uint8 { block, measure, apply };
+
+struct QuantizeConfig {
+  DType dtype = DType::bf16;
+  int32 columns = 128;     // of the codes: multiple of 32, at most 256
+  bool rotate = true;      // q and k
+  bool transpose = false;  // v
+  bool vectors = true;     // rows are contiguous and aligned to 16 bytes (8 for 8-bit types)
+  QuantizePass pass = QuantizePass::block;
+  bool operator==(const QuantizeConfig&) const = default;
+};
+
+inline constexpr int32 quantize_rows = 128;     // of a CTA: four blocks
+inline constexpr int32 quantize_threads = 512;  // four for each row
+
+// One of q, k and v. The codes lie as at the top of this file says.
+struct QuantizeParams {
+  const void* x = nullptr;
+  int64 stride[4] = {};  // batch, row, head, column; elements
+  int64 rows = 0;        // of a batch
+  int32 heads = 0;
+  int32 columns = 0;  // of x
+  int32 blocks = 0;   // of a batch and head
+  int32 sequences = 0;
+  const int32* cu_seqlens = nullptr;
+  RotationSigns signs;
+  uint8* codes = nullptr;
+  float* q_scale = nullptr;  // one of the two
+  KeyScale* key_scale = nullptr;
+  // Bits of the largest magnitudes, zero before the measuring launch.
+  uint32* largest = nullptr;
+  int64 largest_stride[2] = {};  // batch, head; zeros: one for the whole tensor
+};
 
 // ---- The kernel's view --------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@
 HWY_PUSH_ATTRIBUTES(HWY_TARGET_STR ",avx512bf16")
 namespace fovea::cpu::HWY_NAMESPACE {
 
-template <int rows, int vectors>
+template <int rows, int vectors, int pitch_vectors>
 HWY_NOINLINE void multiply_bf16(const ProductArguments& arguments) {
   const auto* a = static_cast<const uint32*>(arguments.a);
   const auto* b = static_cast<const char*>(arguments.panel);
@@ -20,7 +20,7 @@ HWY_NOINLINE void multiply_bf16(const ProductArguments& arguments) {
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; ++v) sum[r][v] = _mm512_setzero_ps();
   }
-  for (const uint32* const end = a + arguments.depth / 2; a != end; ++a, b += vectors * 64) {
+  for (const uint32* const end = a + arguments.depth / 2; a != end; ++a, b += pitch_vectors * 64) {
     __m512bh column[vectors];
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; ++v) {
@@ -55,9 +55,9 @@ HWY_NOINLINE inline void convert_weights_bf16(float* row, int64 begin, int64 end
   }
 }
 
-template <int... row>
+template <bool first_columns, int... row>
 constexpr ProductKernels bf16_kernels(std::integer_sequence<int, row...>) {
-  return {{{multiply_bf16<row + 1, 1>, multiply_bf16<row + 1, 2>}...}};
+  return {{{multiply_bf16 < row + 1, 1, first_columns ? 2 : 1 >, multiply_bf16<row + 1, 2, 2>}...}};
 }
 
 }  // namespace fovea::cpu::HWY_NAMESPACE
@@ -81,8 +81,10 @@ struct Bf16Products {
   using Element = uint16;
   static constexpr int64 depth_multiple = 2;
 
+  template <bool first_columns>
   static void multiply(int64 rows, int64 vectors, const ProductArguments& arguments) {
-    static constexpr auto kernels = bf16_kernels(std::make_integer_sequence<int, kernel_rows>());
+    static constexpr auto kernels =
+        bf16_kernels<first_columns>(std::make_integer_sequence<int, kernel_rows>());
     kernels[static_cast<std::size_t>(rows - 1)][static_cast<std::size_t>(vectors - 1)](arguments);
   }
 

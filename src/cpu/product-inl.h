@@ -52,7 +52,9 @@ struct ProductArguments {
 
 // The accumulators must be registers from the first instruction to the last, so every loop over
 // them is unrolled before the compiler decides where they live.
-template <int rows, int vectors>
+// pitch_vectors: from one k to the next in the panel; more than `vectors` where only its first
+// columns are wanted.
+template <int rows, int vectors, int pitch_vectors>
 HWY_NOINLINE void multiply_f32(const ProductArguments& arguments) {
   const FloatTag d;
   const float* HWY_RESTRICT a = static_cast<const float*>(arguments.a);
@@ -64,7 +66,7 @@ HWY_NOINLINE void multiply_f32(const ProductArguments& arguments) {
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; ++v) sum[r][v] = hn::Zero(d);
   }
-  for (const float* const end = a + arguments.depth; a != end; ++a, b += vectors * lanes) {
+  for (const float* const end = a + arguments.depth; a != end; ++a, b += pitch_vectors * lanes) {
     FloatVec column[vectors];
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; ++v) column[v] = hn::Load(d, b + v * lanes);
@@ -91,15 +93,17 @@ using ProductKernel = void (*)(const ProductArguments&);
 // kernels[rows - 1][vectors - 1]
 using ProductKernels = std::array<std::array<ProductKernel, panel_vectors>, kernel_rows>;
 
-template <int rows, int... vector>
+// `first_columns`: every panel is panel_vectors wide; otherwise as wide as what is wanted of it.
+template <int rows, bool first_columns, int... vector>
 constexpr std::array<ProductKernel, panel_vectors> f32_kernels_of_rows(
     std::integer_sequence<int, vector...>) {
-  return {multiply_f32<rows, vector + 1>...};
+  return {multiply_f32 < rows, vector + 1, first_columns ? panel_vectors : vector + 1 > ...};
 }
 
-template <int... row>
+template <bool first_columns, int... row>
 constexpr ProductKernels f32_kernels(std::integer_sequence<int, row...>) {
-  return {f32_kernels_of_rows<row + 1>(std::make_integer_sequence<int, panel_vectors>())...};
+  return {f32_kernels_of_rows<row + 1, first_columns>(
+      std::make_integer_sequence<int, panel_vectors>())...};
 }
 
 // Reads count elements at the given element stride as fp32.
@@ -241,8 +245,10 @@ struct Float32Products {
   using Element = float;
   static constexpr int64 depth_multiple = 1;
 
+  template <bool first_columns>
   static void multiply(int64 rows, int64 vectors, const ProductArguments& arguments) {
-    static constexpr auto kernels = f32_kernels(std::make_integer_sequence<int, kernel_rows>());
+    static constexpr auto kernels =
+        f32_kernels<first_columns>(std::make_integer_sequence<int, kernel_rows>());
     kernels[static_cast<std::size_t>(rows - 1)][static_cast<std::size_t>(vectors - 1)](arguments);
   }
 

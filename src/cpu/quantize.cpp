@@ -13,6 +13,7 @@ using core::int32;
 using core::int64;
 using core::KeyScale;
 using core::Problem;
+using core::QuantizeOptions;
 using core::scale_block;
 using core::uint8;
 

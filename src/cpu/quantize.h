@@ -6,12 +6,6 @@
 
 namespace fovea::cpu {
 
-struct QuantizeOptions {
-  core::ScaleGranularity granularity = core::ScaleGranularity::block;
-  bool rotate = true;  // q and k
-  core::uint64 seed = 0;
-};
-
 // Where the operands of core::fp8_layout() go; what is null is left out.
 struct Fp8Operands {
   core::uint8* q = nullptr;
@@ -25,7 +19,7 @@ struct Fp8Operands {
 // element that is not finite becomes a NaN (with rotation: its row does) and takes no part in
 // scales. total_k as in core::fp8_layout(). Every byte of the operands is written but rows outside
 // of all sequences.
-void quantize(const core::Problem& problem, core::int64 total_k, const QuantizeOptions& options,
-              const Fp8Operands& operands);
+void quantize(const core::Problem& problem, core::int64 total_k,
+              const core::QuantizeOptions& options, const Fp8Operands& operands);
 
 }  // namespace fovea::cpu

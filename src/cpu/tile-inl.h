@@ -265,6 +265,7 @@ class PackedTile : TileRows<exp2_degree> {
     const int64 first_key = block * c.block_k;
     const int64 count = core::min64(c.block_k, this->sequence_.length_k - first_key);
     next_key_ = first_key + count;
+    nonfinite_ = Answer::unknown;
     float* keys = this->scratch_.keys;
     float* values = this->scratch_.values;
     if (c.pack_slots > 0) {
@@ -298,12 +299,21 @@ class PackedTile : TileRows<exp2_degree> {
                           visible.full, [&](int64 row) { multiply_row(row, seen, keys); });
       }
     }
-    if (partial && Products::has_nonfinite(values, packed_depth(count) * columns_of_values())) {
+    if (partial && has_nonfinite(values, count)) {
       add_values_row_by_row(first_key);
     } else {
       for (int64 b = 0; b < row_blocks(); ++b) convert_weights(b);
       multiply_values(count, values);
     }
+  }
+
+  // Of the block's values; looked at once, and only where some row hides some of them.
+  bool has_nonfinite(const Element* values, int64 count) {
+    if (nonfinite_ == Answer::unknown) {
+      const bool found = Products::has_nonfinite(values, packed_depth(count) * columns_of_values());
+      nonfinite_ = found ? Answer::yes : Answer::no;
+    }
+    return nonfinite_ == Answer::yes;
   }
 
   // Fills scratch.visible with each row block's keys; true if any row sees less than all.
@@ -366,8 +376,9 @@ class PackedTile : TileRows<exp2_degree> {
         const core::KeyRange seen = s.visible[b].keys;
         if (seen.begin >= key + panel_width || seen.end <= key) continue;
         const core::RowBlock rows = row_block(b);
-        Products::multiply(
-            rows.end - rows.begin, panel_vectors,
+        const int64 vectors = core::ceil_div(core::min64(seen.end - key, panel_width), lanes);
+        Products::template multiply<true>(
+            rows.end - rows.begin, vectors,
             query_arguments(rows.begin, keys + key * depth, this->scores(rows.begin) + key));
       }
     }
@@ -377,8 +388,8 @@ class PackedTile : TileRows<exp2_degree> {
   void multiply_row(int64 row, core::KeyRange seen, const Element* keys) const {
     const int64 depth = depth_of_queries();
     for (int64 key = seen.begin / panel_width * panel_width; key < seen.end; key += panel_width) {
-      Products::multiply(1, panel_vectors,
-                         query_arguments(row, keys + key * depth, this->scores(row) + key));
+      Products::template multiply<true>(
+          1, panel_vectors, query_arguments(row, keys + key * depth, this->scores(row) + key));
     }
   }
 
@@ -408,18 +419,20 @@ class PackedTile : TileRows<exp2_degree> {
         if (seen.empty()) continue;
         const core::RowBlock rows = row_block(b);
         const auto* weights = reinterpret_cast<const Element*>(this->scores(rows.begin));
-        Products::multiply(rows.end - rows.begin, width / lanes,
-                           {.a = weights + seen.begin,
-                            .a_stride = s.score_stride * elements_per_float,
-                            .panel = values + column * depth + seen.begin * width,
-                            .depth = packed_depth(seen.end) - seen.begin,
-                            .c = s.out + rows.begin * s.out_stride + column,
-                            .c_stride = s.out_stride,
-                            .accumulate = true});
+        Products::template multiply<false>(rows.end - rows.begin, width / lanes,
+                                           {.a = weights + seen.begin,
+                                            .a_stride = s.score_stride * elements_per_float,
+                                            .panel = values + column * depth + seen.begin * width,
+                                            .depth = packed_depth(seen.end) - seen.begin,
+                                            .c = s.out + rows.begin * s.out_stride + column,
+                                            .c_stride = s.out_stride,
+                                            .accumulate = true});
       }
     }
   }
 
+  enum class Answer { unknown, no, yes };
+  Answer nonfinite_ = Answer::unknown;
   int64 next_key_ = 0;  // first key of the block after this one
   int64 strip_end_ = 0;
 

@@ -287,6 +287,26 @@ __forceinline__ uint16 pack_e5m2x2(float low, float high) {
   return packed;
 }
 
+// cvt.f32.f16 of both halves
+__forceinline__ float2 unpack_f16x2(uint32 packed) {
+  float2 wide;
+  asm("{ .reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.f32.f16 %0, low;\n"
+      "cvt.f32.f16 %1, high; }"
+      : "=f"(wide.x), "=f"(wide.y)
+      : "r"(packed));
+  return wide;
+}
+
+// prmt: byte i of the result is the one that nibble i of `selector` names: 0..3 of a, 4..7 of b.
+template <uint32 selector>
+__forceinline__ uint32 permute_bytes(uint32 a, uint32 b) {
+  uint32 mixed;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(mixed) : "r"(a), "r"(b), "n"(selector));
+  return mixed;
+}
+
 // Four at a time, first in the lowest byte.
 __forceinline__ uint32 pack_e4m3x4(float x0, float x1, float x2, float x3) {
   return pack_e4m3x2(x0, x1) | static_cast<uint32>(pack_e4m3x2(x2, x3)) << 16;

@@ -11,17 +11,9 @@
 #include "runtime/device.h"
 #include "runtime/forward_gpu.h"
 #include "runtime/jit.h"
+#include "runtime/quantize_gpu.h"
 
 namespace fovea::runtime {
-
-// Where the operands lie: addresses of the device, multiples of 256.
-struct Fp8Operands {
-  DeviceAddress q = 0;
-  DeviceAddress k = 0;
-  DeviceAddress v = 0;
-  DeviceAddress q_scale = 0;
-  DeviceAddress key_scale = 0;
-};
 
 // Why the fp8 kernel of `arch` does not compute the problem, as clauses that say what would help.
 // The dtype, address and layout of q, k and v do not count: they are quantised first.

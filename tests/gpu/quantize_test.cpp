@@ -1,0 +1,199 @@
+// The quantising kernels against their CPU twin, bit for bit: dtypes, layouts, odd head dimensions,
+// packed sequences, every granularity of scales, and elements that are not finite. On the emulated
+// Hopper chip; FOVEA_TEST_DEVICES=cuda runs it on a GPU.
+#include "cpu/quantize.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "core/numeric.h"
+#include "runtime/quantize_gpu.h"
+#include "tests/jit/jit_support.h"
+
+namespace fovea::tests {
+namespace {
+
+using core::int32;
+using core::int64;
+using core::uint8;
+using runtime::Device;
+using runtime::DeviceAddress;
+using runtime::DeviceBuffer;
+
+struct QuantizeCase {
+  std::string name;
+  core::DType dtype = core::DType::bf16;
+  int64 batch = 1;
+  int64 rows = 150;
+  int32 heads_q = 2;
+  int32 heads_kv = 1;
+  int32 head_dim = 128;
+  int32 head_dim_v = 128;
+  core::ScaleGranularity granularity = core::ScaleGranularity::block;
+  bool rotate = true;
+  bool specials = false;    // infinities and NaN among the elements
+  int64 column_stride = 1;  // elements from one column to the next
+  std::vector<int32> cu_seqlens = {};
+};
+
+std::ostream& operator<<(std::ostream& out, const QuantizeCase& c) { return out << c.name; }
+
+// A tensor (batch, row, head, column) on the host; values spread over twelve binades.
+class HostTensor {
+ public:
+  HostTensor(const QuantizeCase& c, int32 heads, int32 columns, core::uint64 seed) {
+    const int64 rows = c.cu_seqlens.empty() ? c.rows : c.cu_seqlens.back();
+    const int64 batches = c.cu_seqlens.empty() ? c.batch : 1;
+    view.dtype = c.dtype;
+    view.stride[3] = c.column_stride;
+    view.stride[2] = columns * c.column_stride;
+    view.stride[1] = heads * view.stride[2];
+    view.stride[0] = rows * view.stride[1];
+    bytes.resize(static_cast<std::size_t>(batches * view.stride[0] * core::size_bytes(c.dtype)));
+    view.data = bytes.data();
+    core::uint64 state = seed;
+    for (int64 i = 0; i < batches * view.stride[0]; ++i) {
+      state = state * 6364136223846793005u + 1442695040888963407u;
+      const double uniform = static_cast<double>(state >> 11) * 0x1p-52 - 1.0;
+      auto value = static_cast<float>(uniform * std::exp2(static_cast<double>(state >> 60) - 6.0));
+      if (c.specials && i % 977 == 5) value = std::numeric_limits<float>::infinity();
+      if (c.specials && i % 977 == 6) value = std::numeric_limits<float>::quiet_NaN();
+      core::store_element(bytes.data(), c.dtype, i, value);
+    }
+  }
+
+  core::View view;
+  std::vector<uint8> bytes;
+};
+
+// Bytes of all operands, in one order.
+std::vector<std::vector<uint8>> run_on_cpu(const core::Problem& p, int64 total,
+                                           const core::QuantizeOptions& options) {
+  const core::Fp8Layout l = core::fp8_layout(p, total);
+  std::vector<std::vector<uint8>> all;
+  for (const int64 bytes : {l.q_bytes, l.k_bytes, l.v_bytes, l.q_scale_bytes, l.key_scale_bytes}) {
+    all.emplace_back(static_cast<std::size_t>(bytes), uint8{0});
+  }
+  const auto neutral = std::vector<float>(all[3].size() / sizeof(float), 1.0f);
+  std::memcpy(all[3].data(), neutral.data(), all[3].size());
+  cpu::quantize(
+      p, total, options,
+      {all[0].data(), all[1].data(), all[2].data(), reinterpret_cast<float*>(all[3].data()),
+       reinterpret_cast<core::KeyScale*>(all[4].data())});
+  return all;
+}
+
+class QuantizeKernels : public ::testing::TestWithParam<QuantizeCase> {};
+
+TEST_P(QuantizeKernels, AgreeWithTheirTwin) {
+  const QuantizeCase& c = GetParam();
+  const HostTensor q(c, c.heads_q, c.head_dim, 1);
+  const HostTensor k(c, c.heads_kv, c.head_dim, 2);
+  const HostTensor v(c, c.heads_kv, c.head_dim_v, 3);
+  core::Problem p;
+  p.q = q.view;
+  p.k = k.view;
+  p.v = v.view;
+  p.batch = c.cu_seqlens.empty() ? c.batch : static_cast<int64>(c.cu_seqlens.size()) - 1;
+  p.seqlen_q = p.seqlen_k = c.rows;
+  p.heads_q = c.heads_q;
+  p.heads_kv = c.heads_kv;
+  p.head_dim = c.head_dim;
+  p.head_dim_v = c.head_dim_v;
+  const int64 total = c.cu_seqlens.empty() ? 0 : c.cu_seqlens.back();
+  p.total_q = total;
+  if (!c.cu_seqlens.empty()) p.cu_seqlens_q = p.cu_seqlens_k = c.cu_seqlens.data();
+  const core::QuantizeOptions options{c.granularity, c.rotate, 42};
+  const std::vector<std::vector<uint8>> expected = run_on_cpu(p, total, options);
+
+  for (const std::string& name : test_devices()) {
+    if (name.find("sm_90a") == std::string::npos && name.find("cuda") == std::string::npos) {
+      continue;
+    }
+    SCOPED_TRACE(name);
+    const auto device = runtime::open_device(name);
+    std::vector<DeviceBuffer> memory;
+    const auto upload = [&](const std::vector<uint8>& bytes) {
+      memory.emplace_back(*device, bytes.size());
+      device->copy_to_device(memory.back().address(), bytes.data(), bytes.size());
+      return memory.back().address();
+    };
+    const auto reserve = [&](std::size_t bytes) {
+      memory.emplace_back(*device, bytes);
+      device->fill(memory.back().address(), 0, bytes);
+      return memory.back().address();
+    };
+    runtime::ForwardCall call;
+    call.problem = p;
+    call.total_k = total;
+    call.problem.q.data = reinterpret_cast<void*>(upload(q.bytes));
+    call.problem.k.data = reinterpret_cast<void*>(upload(k.bytes));
+    call.problem.v.data = reinterpret_cast<void*>(upload(v.bytes));
+    if (!c.cu_seqlens.empty()) {
+      std::vector<uint8> bytes(c.cu_seqlens.size() * sizeof(int32));
+      std::memcpy(bytes.data(), c.cu_seqlens.data(), bytes.size());
+      call.problem.cu_seqlens_q = call.problem.cu_seqlens_k =
+          reinterpret_cast<const int32*>(upload(bytes));
+    }
+    std::vector<DeviceAddress> places;
+    for (const std::vector<uint8>& bytes : expected) places.push_back(reserve(bytes.size()));
+    const runtime::Fp8Operands operands{places[0], places[1], places[2], places[3], places[4]};
+    const runtime::Quantizer quantizer(*device, call.problem, options);
+    const DeviceAddress scratch = reserve(quantizer.scratch_bytes(p) + 4);
+    quantizer.run_q(call, operands, scratch);
+    quantizer.run_keys(call, operands, scratch);
+    constexpr const char* names[] = {"q", "k", "v", "q_scale", "key_scale"};
+    for (std::size_t i = 0; i < places.size(); ++i) {
+      std::vector<uint8> got(expected[i].size());
+      device->copy_to_host(got.data(), places[i], got.size());
+      device->synchronize();
+      std::size_t different = 0;
+      for (std::size_t at = 0; at < got.size(); ++at) {
+        if (got[at] != expected[i][at] && different++ == 0) {
+          ADD_FAILURE() << names[i] << " byte " << at << " is " << int{got[at]} << " instead of "
+                        << int{expected[i][at]};
+        }
+      }
+      EXPECT_EQ(different, 0u) << names[i] << " of " << got.size();
+    }
+  }
+}
+
+const QuantizeCase quantize_cases[] = {
+    {.name = "bf16"},
+    {.name = "f16_batches", .dtype = core::DType::f16, .batch = 2, .rows = 33},
+    {.name = "f32_d64", .dtype = core::DType::f32, .head_dim = 64, .head_dim_v = 64},
+    {.name = "d256", .rows = 70, .head_dim = 256, .head_dim_v = 256},
+    {.name = "d80_d40", .head_dim = 80, .head_dim_v = 40},
+    {.name = "d100_d20", .head_dim = 100, .head_dim_v = 20},
+    {.name = "d192", .head_dim = 192, .head_dim_v = 128},
+    {.name = "strided_columns", .head_dim = 64, .head_dim_v = 64, .column_stride = 3},
+    {.name = "one_tensor_one_scale", .batch = 2, .granularity = core::ScaleGranularity::tensor},
+    {.name = "one_head_one_scale",
+     .batch = 2,
+     .heads_q = 4,
+     .heads_kv = 2,
+     .granularity = core::ScaleGranularity::head},
+    {.name = "unrotated", .rotate = false},
+    {.name = "specials", .rotate = false, .specials = true},
+    {.name = "specials_rotated", .specials = true},
+    {.name = "specials_one_scale",
+     .granularity = core::ScaleGranularity::tensor,
+     .rotate = false,
+     .specials = true},
+    {.name = "e4m3", .dtype = core::DType::e4m3, .rotate = false},
+    {.name = "e5m2", .dtype = core::DType::e5m2},
+    {.name = "packed", .heads_kv = 2, .cu_seqlens = {0, 50, 50, 178, 179, 300}},
+};
+
+INSTANTIATE_TEST_SUITE_P(Cases, QuantizeKernels, ::testing::ValuesIn(quantize_cases),
+                         [](const auto& instance) { return instance.param.name; });
+
+}  // namespace
+}  // namespace fovea::tests
