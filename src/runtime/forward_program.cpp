@@ -22,11 +22,15 @@ class ForwardProgram final : public GpuProgram {
   }
 
   std::string explain() const override {
-    const core::FwdConfig& c = kernel_->config();
-    return text("tiles      ", core::rows_of(c), " rows x ", c.tile_k, " keys, ", c.warpgroups,
-                " warpgroups, ", c.stages, " stages, ", core::shared_bytes(c),
-                " bytes of shared memory\n",  //
-                "softmax    ", policy_name(c.softmax), "\n");
+    return std::visit(
+        [](const auto& c) {
+          return text("tiles      ", core::rows_of(c), " rows x ", c.tile_k, " keys, ",
+                      core::threads_of(c), " threads, ", core::shared_bytes(c),
+                      " bytes of shared memory\n",  //
+                      "softmax    ", policy_name(c.softmax), "\n", "config     ",
+                      forward_expression(c), "\n");
+        },
+        kernel_->config());
   }
 
  private:
@@ -42,7 +46,8 @@ std::vector<std::string> supports(const core::Problem& problem, const GpuTarget&
 std::shared_ptr<const GpuProgram> prepare(const core::Problem& problem, Device& device,
                                           const Options& options) {
   static auto* const kernels = new SharedPrograms<ForwardKernel>;
-  const core::FwdConfig config = choose_forward(problem, softmax_policy(options.softmax));
+  const ForwardConfig config =
+      choose_forward(problem, softmax_policy(options.softmax), device.properties().arch);
   return std::make_shared<const ForwardProgram>(kernels->get(device, forward_text(config), [&] {
     return std::make_shared<const ForwardKernel>(device, config);
   }));

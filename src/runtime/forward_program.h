@@ -11,7 +11,7 @@ std::shared_ptr<const GpuProgram> prepare(const core::Problem& problem, Device& 
                                           const Options& options);
 }  // namespace forward_program
 
-inline constexpr GpuKernel forward_sm90{"fwd_sm90", forward_program::supports,
-                                        forward_program::prepare};
+inline constexpr GpuKernel forward_kernel{"forward", forward_program::supports,
+                                          forward_program::prepare};
 
 }  // namespace fovea::runtime

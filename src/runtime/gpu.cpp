@@ -69,7 +69,7 @@ std::shared_ptr<const CopyKernel> copy_kernel_for(Device& device, const Tensor& 
 }  // namespace
 
 std::span<const GpuKernel> gpu_kernels() {
-  static constexpr std::array kernels{forward_sm90};
+  static constexpr std::array kernels{forward_kernel};
   return kernels;
 }
 

@@ -147,7 +147,7 @@ void Quantizer::run(const Pass& pass, QuantizeParams params, int64 batches, Devi
 void Quantizer::run_q(const ForwardCall& call, const Fp8Operands& operands, DeviceAddress scratch,
                       Stream stream) const {
   const core::Problem& p = call.problem;
-  const core::Fp8Layout l = core::fp8_layout(p, call.total_k);
+  const core::Fp8Layout l = core::fp8_layout(p, p.total_k);
   QuantizeParams params =
       operand(p.q, l.rows_q, l.heads_q, p.head_dim, l.blocks_q, p.cu_seqlens_q, p.batch);
   params.codes = reinterpret_cast<core::uint8*>(operands.q);
@@ -158,7 +158,7 @@ void Quantizer::run_q(const ForwardCall& call, const Fp8Operands& operands, Devi
 void Quantizer::run_keys(const ForwardCall& call, const Fp8Operands& operands,
                          DeviceAddress scratch, Stream stream) const {
   const core::Problem& p = call.problem;
-  const core::Fp8Layout l = core::fp8_layout(p, call.total_k);
+  const core::Fp8Layout l = core::fp8_layout(p, p.total_k);
   QuantizeParams k =
       operand(p.k, l.rows_k, l.heads_kv, p.head_dim, l.blocks_k, p.cu_seqlens_k, p.batch);
   k.codes = reinterpret_cast<core::uint8*>(operands.k);

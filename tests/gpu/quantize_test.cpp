@@ -107,7 +107,7 @@ TEST_P(QuantizeKernels, AgreeWithTheirTwin) {
   p.head_dim = c.head_dim;
   p.head_dim_v = c.head_dim_v;
   const int64 total = c.cu_seqlens.empty() ? 0 : c.cu_seqlens.back();
-  p.total_q = total;
+  p.total_q = p.total_k = total;
   if (!c.cu_seqlens.empty()) p.cu_seqlens_q = p.cu_seqlens_k = c.cu_seqlens.data();
   const core::QuantizeOptions options{c.granularity, c.rotate, 42};
   const std::vector<std::vector<uint8>> expected = run_on_cpu(p, total, options);
@@ -131,7 +131,6 @@ TEST_P(QuantizeKernels, AgreeWithTheirTwin) {
     };
     runtime::ForwardCall call;
     call.problem = p;
-    call.total_k = total;
     call.problem.q.data = reinterpret_cast<void*>(upload(q.bytes));
     call.problem.k.data = reinterpret_cast<void*>(upload(k.bytes));
     call.problem.v.data = reinterpret_cast<void*>(upload(v.bytes));
