@@ -326,14 +326,14 @@ class BackwardBlocks : BackwardRows {
         if (seen.begin >= key + panel_width || seen.end <= key) continue;
         const core::RowBlock rows = row_block(b);
         const int64 row = rows.begin - strip_.begin;
-        Float32Products::multiply(rows.end - rows.begin, panel_vectors,
-                                  {.a = a + row * a_stride,
-                                   .a_stride = a_stride,
-                                   .panel = panels + key * depth,
-                                   .depth = depth,
-                                   .c = c + row * scratch_.score_stride + key,
-                                   .c_stride = scratch_.score_stride,
-                                   .accumulate = false});
+        Float32Products::multiply<false>(rows.end - rows.begin, panel_vectors,
+                                         {.a = a + row * a_stride,
+                                          .a_stride = a_stride,
+                                          .panel = panels + key * depth,
+                                          .depth = depth,
+                                          .c = c + row * scratch_.score_stride + key,
+                                          .c_stride = scratch_.score_stride,
+                                          .accumulate = false});
       }
     }
   }
@@ -474,14 +474,15 @@ class BackwardBlocks : BackwardRows {
         const core::KeyRange seen = scratch_.visible[b].keys;
         if (seen.empty()) continue;
         const core::RowBlock rows = row_block(b);
-        Float32Products::multiply(rows.end - rows.begin, width / lanes,
-                                  {.a = dscores(rows.begin) + seen.begin,
-                                   .a_stride = scratch_.score_stride,
-                                   .panel = scratch_.keys + column * count_ + seen.begin * width,
-                                   .depth = core::min64(count_, seen.end) - seen.begin,
-                                   .c = dq_row(item_.split, rows.begin) + column,
-                                   .c_stride = shared_.dq_stride,
-                                   .accumulate = true});
+        Float32Products::multiply<false>(
+            rows.end - rows.begin, width / lanes,
+            {.a = dscores(rows.begin) + seen.begin,
+             .a_stride = scratch_.score_stride,
+             .panel = scratch_.keys + column * count_ + seen.begin * width,
+             .depth = core::min64(count_, seen.end) - seen.begin,
+             .c = dq_row(item_.split, rows.begin) + column,
+             .c_stride = shared_.dq_stride,
+             .accumulate = true});
       }
     }
   }
