@@ -11,14 +11,20 @@ namespace {
 
 class ForwardProgram final : public GpuProgram {
  public:
-  explicit ForwardProgram(std::shared_ptr<const ForwardKernel> kernel)
-      : kernel_(std::move(kernel)) {}
+  ForwardProgram(std::shared_ptr<const ForwardKernel> kernel, std::size_t scratch_bytes)
+      : kernel_(std::move(kernel)), scratch_bytes_(scratch_bytes) {}
 
   // The counters that hand out tiles.
   std::size_t zeroed_bytes() const override { return 2 * sizeof(core::uint32); }
+  // The results of parts, where keys are split.
+  std::size_t scratch_bytes() const override { return scratch_bytes_; }
 
   void run(const core::Problem& problem, const GpuCall& call) const override {
-    kernel_->run({problem, call.zeroed, call.counters}, call.stream);
+    kernel_->run({.problem = problem,
+                  .scheduler = call.zeroed,
+                  .workspace = scratch_bytes_ > 0 ? call.scratch : 0,
+                  .counters = call.counters},
+                 call.stream);
   }
 
   std::string explain() const override {
@@ -35,6 +41,7 @@ class ForwardProgram final : public GpuProgram {
 
  private:
   std::shared_ptr<const ForwardKernel> kernel_;
+  std::size_t scratch_bytes_;
 };
 
 }  // namespace
@@ -46,11 +53,13 @@ std::vector<std::string> supports(const core::Problem& problem, const GpuTarget&
 std::shared_ptr<const GpuProgram> prepare(const core::Problem& problem, Device& device,
                                           const Options& options) {
   static auto* const kernels = new SharedPrograms<ForwardKernel>;
+  const DeviceProperties& chip = device.properties();
   const ForwardConfig config =
-      choose_forward(problem, softmax_policy(options.softmax), device.properties().arch);
-  return std::make_shared<const ForwardProgram>(kernels->get(device, forward_text(config), [&] {
-    return std::make_shared<const ForwardKernel>(device, config);
-  }));
+      choose_forward(problem, softmax_policy(options.softmax), chip.arch, chip.sm_count);
+  auto kernel = kernels->get(device, forward_text(config),
+                             [&] { return std::make_shared<const ForwardKernel>(device, config); });
+  return std::make_shared<const ForwardProgram>(
+      std::move(kernel), forward_workspace_bytes(problem, config, chip.sm_count));
 }
 
 }  // namespace fovea::runtime::forward_program

@@ -28,7 +28,7 @@ core::View& view_of(core::Problem& problem, const Argument& argument) {
                                           : problem.v;
 }
 
-// The problem as a kernel will get it: what the copy engine does not take has another layout.
+// The problem with those tensors in another layout that the copy engine does not take.
 core::Problem copied(const Problem& problem, const core::Problem& validated) {
   core::Problem result = validated;
   for (const Argument& argument : streamed()) {
@@ -42,19 +42,40 @@ core::Problem copied(const Problem& problem, const core::Problem& validated) {
 
 struct Selection {
   const GpuKernel* kernel = nullptr;
-  std::vector<std::string> reasons;  // against the nearest, where none does it
+  core::Problem problem;  // as the kernel will see it
+  bool copies = false;
+  std::vector<std::string> reasons = {};  // against the nearest, where none does it
 };
 
 Selection select(const core::Problem& problem, const GpuTarget& target) {
-  Selection nearest;
+  Selection nearest{.problem = problem};
   for (const GpuKernel& kernel : gpu_kernels()) {
     std::vector<std::string> reasons = kernel.supports(problem, target);
-    if (reasons.empty()) return {&kernel, {}};
+    if (reasons.empty()) return {.kernel = &kernel, .problem = problem};
     if (nearest.reasons.empty() || reasons.size() < nearest.reasons.size()) {
       nearest.reasons = std::move(reasons);
     }
   }
   return nearest;
+}
+
+// A copy costs its bytes twice, and pays where several tiles of queries read them. A pool of pages
+// is as large as it likes and is never copied.
+bool prefers_copies(const core::Problem& p) {
+  constexpr core::int64 rows_of_a_tile = 128;
+  return !p.is_paged() && p.seqlen_q * p.group_size() > 2 * rows_of_a_tile;
+}
+
+Selection select(const Problem& problem, const core::Problem& validated, const GpuTarget& target) {
+  Selection in_place = select(validated, target);
+  const bool suits = std::ranges::all_of(streamed(), [&](const Argument& argument) {
+    return copy_engine_objection(problem.*argument.tensor).empty();
+  });
+  if (suits || (in_place.kernel != nullptr && !prefers_copies(validated))) return in_place;
+  Selection after_copies = select(copied(problem, validated), target);
+  if (after_copies.kernel == nullptr) return in_place;
+  after_copies.copies = true;
+  return after_copies;
 }
 
 DeviceAddress address_of(const void* pointer) { return reinterpret_cast<DeviceAddress>(pointer); }
@@ -75,23 +96,26 @@ std::span<const GpuKernel> gpu_kernels() {
 
 std::vector<std::string> gpu_supports(const Problem& problem, const core::Problem& validated,
                                       const GpuTarget& target) {
-  return select(copied(problem, validated), target).reasons;
+  return select(problem, validated, target).reasons;
 }
 
 GpuPlan::GpuPlan(Device& device, const Problem& problem, const core::Problem& validated,
                  const Options& options)
     : device_(device) {
-  const core::Problem seen = copied(problem, validated);
-  const Selection selection = select(seen, {device.properties().arch, options});
+  const Selection selection = select(problem, validated, {device.properties().arch, options});
   if (selection.kernel == nullptr) throw Unsupported("no kernel: " + selection.reasons.front());
   kernel_name_ = selection.kernel->name;
-  program_ = selection.kernel->prepare(seen, device, options);
+  program_ = selection.kernel->prepare(selection.problem, device, options);
   counters_offset_ = program_->zeroed_bytes();
   scratch_offset_ = aligned(counters_offset_ + counter_bytes);
   total_bytes_ = aligned(scratch_offset_ + program_->scratch_bytes());
-  for (const Argument& argument : streamed()) {
+  for (const Argument& argument : std::span(arguments).first(4)) {  // out is written by it
     const Tensor& tensor = problem.*argument.tensor;
-    if (copy_engine_objection(tensor).empty()) continue;
+    if (copy_engine_objection(tensor).empty()) {
+      engine_read_.push_back(&argument);
+      continue;
+    }
+    if (!selection.copies || argument.is_output) continue;
     copies_.push_back({&argument, total_bytes_});
     total_bytes_ += aligned(dense_rows_bytes(tensor));
     copy_kernel_ = copy_kernel_for(device, tensor);
@@ -133,14 +157,11 @@ core::Problem GpuPlan::placed(const Problem& problem, const core::Problem& valid
     view_of(result, *copy.argument) = to_view(dense_rows(
         problem.*copy.argument->tensor, reinterpret_cast<void*>(workspace + copy.offset)));
   }
-  for (const Argument& argument : streamed()) {
-    const bool is_copied = std::any_of(copies_.begin(), copies_.end(), [&](const Copy& copy) {
-      return copy.argument == &argument;
-    });
-    if (is_copied) continue;
-    const std::string objection = copy_engine_objection(problem.*argument.tensor);
-    require(objection.empty(), argument.name, " is laid out in a way that the copy engine does not",
-            " take (", objection, "), but the plan was made for one that it does; plan again");
+  for (const Argument* argument : engine_read_) {
+    const std::string objection = copy_engine_objection(problem.*argument->tensor);
+    require(objection.empty(), argument->name,
+            " is laid out in a way that the copy engine does not", " take (", objection,
+            "), but the plan was made for one that it does; plan again");
   }
   return result;
 }
@@ -185,7 +206,7 @@ std::string GpuPlan::explain() const {
   return text("device     ", device_.properties().name, ", ", device_.properties().sm_count,
               " multiprocessors\n",                                    //
               "kernel     ", kernel_name_, "\n", program_->explain(),  //
-              "copied     ", copies.empty() ? "nothing: the copy engine reads q, k and v" : copies,
+              "copied     ", copies.empty() ? "nothing" : copies,
               "\n",  //
               "workspace  ", total_bytes_, " bytes", own_.address() != 0 ? " of the plan" : "",
               " on the device\n");

@@ -49,8 +49,7 @@ struct GpuTarget {
 
 struct GpuKernel {
   std::string_view name;
-  // Reasons against the problem, as clauses that say what would help. q, k and v have layouts that
-  // the copy engine takes.
+  // Reasons against the problem, as clauses that say what would help.
   std::vector<std::string> (*supports)(const core::Problem& problem, const GpuTarget& target);
   std::shared_ptr<const GpuProgram> (*prepare)(const core::Problem& problem, Device& device,
                                                const Options& options);
@@ -72,7 +71,8 @@ class GpuPlan {
   // Bytes that run() wants from its caller, in device memory.
   std::size_t workspace_bytes() const { return own_.address() != 0 ? 0 : total_bytes_; }
 
-  // Memory::device alone. Throws Error for strides that the plan makes no copy for.
+  // Memory::device alone. Throws Error where a tensor that the copy engine could read when planned
+  // has a layout or an address that it cannot.
   void run(const Problem& problem, const core::Problem& validated, std::span<std::byte> workspace,
            Statistics* statistics) const;
 
@@ -95,6 +95,7 @@ class GpuPlan {
   std::shared_ptr<const CopyKernel> copy_kernel_;
   std::string_view kernel_name_;
   std::vector<Copy> copies_;
+  std::vector<const Argument*> engine_read_;  // what has to suit the copy engine at every run
   std::size_t counters_offset_ = 0;
   std::size_t scratch_offset_ = 0;
   std::size_t total_bytes_ = 0;
