@@ -41,6 +41,7 @@ class Command {
 [[nodiscard]] std::unique_ptr<Command> add_explain(CLI::App& program);
 [[nodiscard]] std::unique_ptr<Command> add_info(CLI::App& program);
 [[nodiscard]] std::unique_ptr<Command> add_compile(CLI::App& program);
+[[nodiscard]] std::unique_ptr<Command> add_trace(CLI::App& program);
 
 class Program {
  public:

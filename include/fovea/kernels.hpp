@@ -1,4 +1,4 @@
-// The GPU kernels as files: compiling them ahead of the calls that need them.
+// The GPU kernels as such: compiling them ahead of the calls that need them, and watching one run.
 //
 // A kernel is compiled when a plan first needs it, which takes about a second, and is kept in a
 // cache on disk (docs/environment.md). Whoever installs fovea, or builds an image of a machine, may
@@ -8,7 +8,8 @@
 #include <functional>
 #include <span>
 #include <string>
-#include <string_view>
+
+#include "fovea/fovea.hpp"
 
 namespace fovea {
 
@@ -37,5 +38,14 @@ struct CompileKernels {
 // Error for an unknown arch, Unsupported when there is no compiler.
 int compile_kernels(const CompileKernels& which,
                     const std::function<void(const CompiledKernel&)>& done);
+
+// Runs the forward kernel of a problem whose tensors lie in host memory, and gives the timeline of
+// one CTA as a document in the JSON trace format, which ui.perfetto.dev shows: what the loading and
+// each computing role waited for and did. On Device::cuda a nanosecond of the document is a cycle
+// of the multiprocessor, in the last of several launches; on an emulated device it is a warp
+// instruction of the whole launch, which shows an order and no durations. Nothing of the problem is
+// written. Throws Error, Unsupported for what the kernel does not compute and for kernels without a
+// timeline, DeviceError.
+[[nodiscard]] std::string trace(const Problem& problem, const Options& options, int cta = 0);
 
 }  // namespace fovea

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/softmax.h"
+#include "core/trace.h"
 #include "core/types.h"
 
 namespace fovea::core {
@@ -59,6 +60,7 @@ struct FwdConfig {
   bool ping_pong = true;   // warpgroups take turns at issuing products
   bool overlap = true;     // scores of a tile and weights x values of the one before in flight
   int32 promote = 0;       // fp8: key tiles summed by the tensor cores alone (core/fp8.h); 0: all
+  bool trace = false;      // one CTA writes a timeline
   bool operator==(const FwdConfig&) const = default;
 };
 
@@ -142,6 +144,8 @@ struct FwdParams {
 
   // Repaired rows, and rows whose tile was taken a second time; may be absent.
   uint64* counters = nullptr;
+
+  TraceBuffer trace;  // of a configuration that traces
 
   int32 batch = 0;  // sequences; one more where rows lie behind the last one
   int32 sequences = 0;

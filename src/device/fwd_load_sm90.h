@@ -26,8 +26,14 @@ struct Load {
   // One thread acts for all. Pages are looked up and copied by a lane each.
   static __forceinline__ bool leads() { return !paged || lane_index() == 0; }
 
+  __forceinline__ void mark(TracePhase phase) const {
+    trace_mark(plan.trace, params.trace, 0, leads(), phase);
+  }
+
   __forceinline__ void load_q(const FwdTile& tile) {
+    mark(TracePhase::free);
     plan.q_ring.wait_free(q_state);
+    mark(TracePhase::copy);
     if (leads()) {
       const CachePolicy once = cache_policy_evict_first();
       const uint32 packed_rows = static_cast<uint32>(params.queries_per_tile * params.group_size);
@@ -55,7 +61,9 @@ struct Load {
                                  RingState<C.stages>& state, const uint8* memory,
                                  const FwdTile& tile, int32 block) {
     constexpr uint32 panel_bytes = C.tile_k * Plan::row_bytes;
+    mark(TracePhase::free);
     ring.wait_free(state);
+    mark(TracePhase::copy);
     if (leads()) ring.expect(state, panel_count * panel_bytes);
     const CachePolicy again = cache_policy_evict_last();
     const SharedAddress target =
@@ -93,6 +101,7 @@ struct Load {
 
   // Tells the computing warps which tile comes next.
   __forceinline__ void publish(const FwdTile& tile) {
+    mark(TracePhase::tile);
     plan.tile_ring.wait_free(tile_state);
     if (leads()) {
       plan.tiles[tile_state.stage] = tile;
@@ -135,6 +144,7 @@ struct Load {
     }
     tile.last = 1;
     publish(tile);
+    mark(TracePhase::none);
     if (C.persistent && params.scheduler != nullptr && leads()) {
       // The last CTA to ask leaves the counters as it found them.
       if (atomicAdd(params.scheduler + 1, 1u) == gridDim.x - 1) {

@@ -3,6 +3,7 @@
 
 #include "device/fwd_tiles.h"
 #include "device/pipeline.h"
+#include "device/trace.h"
 
 namespace fovea::device {
 
@@ -27,6 +28,7 @@ struct FwdPlan {
   Ring<1> q_ring;
   Ring<2> tile_ring;  // full: 1 producer; free: each computing warp
   FwdTile tiles[2];
+  [[no_unique_address]] TraceCounts<C.trace> trace;
 
   static constexpr uint32 loaders = C.source == Source::gather ? 128 : 1;  // threads that arrive
   static constexpr uint32 consumer_warps = 4 * C.warpgroups;

@@ -54,10 +54,16 @@ struct Compute {
     return 64 * warpgroup + 16 * warp() + lane_index() / 4;
   }
 
+  __forceinline__ void mark(TracePhase phase) const {
+    trace_mark(plan.trace, params.trace, 1 + warpgroup, threadIdx.x % 128 == 0, phase);
+  }
+
   // -- Turns: who may issue products
 
   __forceinline__ void take_turn() {
+    mark(TracePhase::turn);
     if constexpr (C.ping_pong) named_barrier_sync<256>(Plan::turn_barrier + warpgroup);
+    mark(TracePhase::issue);
   }
   __forceinline__ void pass_turn() {
     if constexpr (C.ping_pong) {
@@ -387,6 +393,7 @@ struct Compute {
 
   // The first block: its scores alone.
   __forceinline__ void begin(const FwdTile& tile) {
+    mark(TracePhase::query);
     plan.q_ring.wait_full(q_state);
     take_turn();
     issue_scores();
@@ -395,8 +402,10 @@ struct Compute {
     sum[0] = sum[1] = 0.0f;
 #pragma unroll
     for (int32 i = 0; i < output_count; ++i) output[i] = 0.0f;
+    mark(TracePhase::scores);
     wgmma_wait<0>();
     wgmma_hold(scores);
+    mark(TracePhase::softmax);
     release_k();
     const int32 block = tile.end - 1;
     transform(tile, block);
@@ -408,8 +417,10 @@ struct Compute {
   }
 
   __forceinline__ void settle_output() {
+    mark(TracePhase::output);
     wgmma_wait<0>();
     wgmma_hold(output);
+    mark(TracePhase::convert);
     release_v();
   }
 
@@ -421,15 +432,18 @@ struct Compute {
       issue_scores();
       issue_output();
       pass_turn();
+      mark(TracePhase::scores);
       wgmma_wait<1>();
     } else {
       issue_output();
       settle_output();
       issue_scores();
       pass_turn();
+      mark(TracePhase::scores);
       wgmma_wait<0>();
     }
     wgmma_hold(scores);
+    mark(TracePhase::softmax);
     release_k();
     transform(tile, block);
     if constexpr (masked || C.softmax != SoftmaxPolicy::sum_guard) {
@@ -623,6 +637,7 @@ struct Compute {
   }
 
   __forceinline__ void store(const FwdTile& tile) {
+    mark(TracePhase::store);
     const uint32 broken = finish(tile);
     // Tiles of a packed tensor end where the next sequence begins.
     const int32 last = tile.q_begin + 64 * warpgroup + 16 * warp() + 16;
@@ -669,6 +684,7 @@ struct Compute {
       named_barrier_arrive<256>(Plan::turn_barrier);
     }
     while (true) {
+      mark(TracePhase::tile);
       plan.tile_ring.wait_full(tile_state);
       // Read where it lies: few of its fields are worth a register in the loops.
       const FwdTile& tile = plan.tiles[tile_state.stage];
@@ -682,6 +698,7 @@ struct Compute {
       if (lane_index() == 0) plan.tile_ring.release(tile_state);
       tile_state.advance();
     }
+    mark(TracePhase::none);
     // The last turn passed is nobody's: take it, so that the barrier ends as it began.
     if (C.ping_pong && warpgroup == 0) named_barrier_sync<256>(Plan::turn_barrier);
     // Shared memory outlives the stores that read it.
@@ -699,6 +716,7 @@ __device__ void fwd(const FwdParams& params) {
 
   if (threadIdx.x == 0) {
     plan.init_barriers();
+    trace_begin(plan.trace);
     if constexpr (C.source != Source::gather) {
       tma_prefetch_map(&params.q);
       tma_prefetch_map(&params.k);

@@ -277,6 +277,7 @@ ForwardTiles fill_forward_params(FwdParams& params, const ForwardCall& call, con
   params.page_size = p.page_size;
   params.scheduler = reinterpret_cast<core::uint32*>(call.scheduler);
   params.counters = reinterpret_cast<core::uint64*>(call.counters);
+  params.trace = call.trace;
   params.batch = static_cast<int32>(count.sequences);
   params.sequences = static_cast<int32>(p.batch);
   params.seqlen_q = static_cast<int32>(p.seqlen_q);

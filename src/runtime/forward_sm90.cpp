@@ -170,6 +170,7 @@ std::string forward_expression(const FwdConfig& c) {
   text.flag("ping_pong", c.ping_pong);
   text.flag("overlap", c.overlap);
   text.number("promote", c.promote);
+  if (c.trace) text.flag("trace", c.trace);
   return text.value();
 }
 

@@ -1,0 +1,130 @@
+// Timelines: what a tracing kernel writes, and that another one writes nothing.
+#include <gtest/gtest.h>
+
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "fovea/fovea.hpp"
+#include "fovea/kernels.hpp"
+#include "model/timeline.h"
+#include "runtime/forward_gpu.h"
+#include "runtime/jit.h"
+
+namespace fovea::tests {
+namespace {
+
+using core::TracePhase;
+using Json = nlohmann::json;
+
+TEST(Timeline, MakesSpansOfEvents) {
+  std::vector<core::uint64> events(4 * 8);
+  events[0] = core::trace_event(1000, TracePhase::tile);
+  events[1] = core::trace_event(1250, TracePhase::copy);
+  events[2] = core::trace_event(4000, TracePhase::none);
+  events[8] = core::trace_event(900, TracePhase::softmax);
+  events[9] = core::trace_event(902, TracePhase::none);
+  const Json file = Json::parse(model::trace_json({"k", "cycles", 8, events}));
+  std::vector<Json> spans;
+  std::set<std::string> roles;
+  for (const Json& event : file.at("traceEvents")) {
+    if (event.at("ph") == "X") spans.push_back(event);
+    if (event.at("name") == "thread_name") roles.insert(event.at("args").at("name"));
+  }
+  EXPECT_EQ(roles, (std::set<std::string>{"load", "compute 0"}));
+  ASSERT_EQ(spans.size(), 3u);
+  EXPECT_EQ(spans[0].at("name"), "tile");
+  EXPECT_DOUBLE_EQ(spans[0].at("ts"), 0.1);  // ticks are nanoseconds, the file has microseconds
+  EXPECT_DOUBLE_EQ(spans[0].at("dur"), 0.25);
+  EXPECT_EQ(spans[1].at("name"), "copy");
+  EXPECT_DOUBLE_EQ(spans[1].at("dur"), 2.75);
+  EXPECT_EQ(spans[2].at("tid"), 1);
+  EXPECT_DOUBLE_EQ(spans[2].at("ts"), 0.0);
+}
+
+struct Tensors {
+  explicit Tensors(int seqlen, int head_dim) {
+    const std::int64_t count = std::int64_t{2} * seqlen * head_dim;
+    data.resize(static_cast<std::size_t>(count) * 4, 0x3c00);
+    const auto at = [&](int i) {
+      return bshd(data.data() + i * count, DType::bf16, 1, seqlen, 2, head_dim);
+    };
+    problem.q = at(0);
+    problem.k = at(1);
+    problem.v = at(2);
+    problem.out = at(3);
+    problem.causal = true;
+  }
+  std::vector<std::uint16_t> data;
+  Problem problem;
+};
+
+TEST(Trace, ShowsEveryRoleOfAnEmulatedCta) {
+  Tensors tensors(384, 64);
+  const std::vector<std::uint16_t> before = tensors.data;
+  Options options;
+  options.device = Device::emulated_sm90a;
+  const Json file = Json::parse(trace(tensors.problem, options));
+  EXPECT_EQ(tensors.data, before) << "a timeline writes nothing of the problem";
+  std::map<int, double> end;
+  std::map<int, std::set<std::string>> phases;
+  for (const Json& event : file.at("traceEvents")) {
+    if (event.at("ph") != "X") continue;
+    const int role = event.at("tid");
+    const double begin = event.at("ts"), length = event.at("dur");
+    EXPECT_GE(begin, end[role] - 1e-9) << "spans of a role follow one another";
+    EXPECT_GE(length, 0.0);
+    end[role] = begin + length;
+    phases[role].insert(event.at("name"));
+  }
+  ASSERT_EQ(phases.size(), 4u);
+  EXPECT_EQ(phases[0], (std::set<std::string>{"tile", "wait for free memory", "copy"}));
+  for (const int role : {1, 2, 3}) {
+    for (const char* phase : {"tile", "wait for q", "wait for turn", "issue products",
+                              "wait for scores", "softmax", "wait for output", "store"}) {
+      EXPECT_TRUE(phases[role].contains(phase)) << phase << " of role " << role;
+    }
+  }
+}
+
+TEST(Trace, RefusesWhatHasNoTimeline) {
+  Tensors tensors(128, 64);
+  Options options;
+  options.device = Device::cpu;
+  EXPECT_THROW((void)trace(tensors.problem, options), Error);
+  options.device = Device::emulated_sm90a;
+  EXPECT_THROW((void)trace(tensors.problem, options, 1000), Error);
+  EXPECT_THROW((void)trace(tensors.problem, options, -1), Error);
+  options.device = Device::emulated_sm100a;
+  EXPECT_THROW((void)trace(tensors.problem, options), Unsupported);
+}
+
+// Off, it costs nothing: no instruction of it is in the kernel. On, the kernel still neither spills
+// nor serialises.
+TEST(Trace, IsInTracingKernelsAlone) {
+  for (const int head_dim : {64, 128}) {
+    core::FwdConfig config;
+    config.head_dim = config.head_dim_v = head_dim;
+    if (head_dim == 64) {
+      config.warpgroups = 3;
+      config.stages = 4;
+    }
+    for (const bool traced : {false, true}) {
+      config.trace = traced;
+      runtime::CompileRequest request;
+      request.text = runtime::forward_text(config);
+      request.format = runtime::ImageFormat::ptx;
+      const auto ptx = runtime::default_jit().compile(request).image;
+      EXPECT_EQ(ptx->bytes.find("%clock64") != std::string::npos, traced);
+      request.format = runtime::ImageFormat::cubin;
+      if (traced) {
+        EXPECT_NO_THROW(runtime::default_jit().compile(request));
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fovea::tests

@@ -1,0 +1,64 @@
+// fovea trace: the timeline of one CTA of a kernel.
+#include <fmt/format.h>
+
+#include <optional>
+#include <span>
+#include <string>
+
+#include "fovea/kernels.hpp"
+#include "tools/file.h"
+#include "tools/program.h"
+#include "tools/workload.h"
+
+namespace fovea::tools {
+namespace {
+
+class TraceCommand : public Command {
+ public:
+  explicit TraceCommand(CLI::App* app) : Command(app) {
+    add_text_option(
+        *app, "--shape", [this](const std::string& text) { shape_ = parse_shape(text); },
+        "b,hq,hkv,sq,sk,d[,dv]: batch, heads of q and of k and v, lengths, head dimensions")
+        ->type_name("SHAPE")
+        ->required();
+    app->add_option("--out", out_, "The timeline, for ui.perfetto.dev; - is standard output")
+        ->type_name("FILE")
+        ->required();
+    app->add_option("--cta", cta_, "Which CTA of the launch")
+        ->check(CLI::Range(0, 1 << 30))
+        ->type_name("N")
+        ->capture_default_str();
+    add_problem_options(*app, options_);
+  }
+
+  int execute() override {
+    std::optional<OutputFile> file;
+    if (out_ != "-") file.emplace(out_);
+    options_.dtype = options_.dtype.value_or(DType::bf16);
+    Workload workload = make_workload(shape_, options_);
+    fill_inputs(workload, 1);
+    const std::string text = trace(workload.problem, options_.run, cta_);
+    if (file) {
+      file->write({std::as_bytes(std::span(text))});
+      file->commit();
+    } else {
+      fmt::print("{}", text);
+    }
+    return exit_good;
+  }
+
+ private:
+  ProblemOptions options_;
+  Shape shape_;
+  std::string out_;
+  int cta_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<Command> add_trace(CLI::App& program) {
+  return std::make_unique<TraceCommand>(
+      program.add_subcommand("trace", "Write the timeline of one CTA of a GPU kernel"));
+}
+
+}  // namespace fovea::tools
