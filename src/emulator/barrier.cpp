@@ -157,7 +157,12 @@ Step run_cluster_arrive(Warp& warp, const Inst& inst) {
     warp.fault(FaultKind::divergent, inst, -1, "barrier.cluster.arrive.aligned diverges.");
   }
   cluster.barrier.arrived += static_cast<u32>(std::popcount(warp.active));
-  if (warp.launch->checks && inst.flags == 0) check_release(warp, cluster.barrier.arriving);
+  if (warp.launch->checks) {
+    if (inst.flags == 0)
+      check_release(warp, cluster.barrier.arriving);
+    else
+      check_release_relaxed(warp, cluster.barrier.arriving);
+  }
   warp.cluster_generation = cluster.barrier.generation + 1;
   cluster.changed();
   try_end_cluster(cluster);
@@ -371,18 +376,34 @@ bool phase_complete(const Inst& inst, const Mbarrier& barrier, u64 argument) {
   return barrier.phase > argument >> 32;
 }
 
+// Whether the phase for which a suspended warp waits has completed, however many have since: its
+// completion is what resumes the warp. Fragment::token holds that phase, and 1.
+bool resumed(const Fragment& fragment, const Mbarrier& barrier) {
+  return fragment.blocked && fragment.token != 0 && barrier.phase >= fragment.token;
+}
+
 // Lanes whose phase is complete get true. try_wait suspends the others, and gives up only when
 // nothing else in the cluster can move (or, in random schedules, now and then).
+//
+// A wait that passes ends the warp's turn, except in random schedules: all warps that wait for one
+// phase see it before any of them goes on to complete the next, as on an SM, where they advance
+// together. Kernels in which every warp waits but one alone arrives count on that.
 Step run_wait(Warp& warp, const Inst& inst) {
   const OperandRef* o = warp.operands(inst);
   u32 complete = 0;
-  const Mbarrier* last = nullptr;
+  bool uniform = true;
+  const Mbarrier *awaited = nullptr, *last = nullptr;
   Cluster& cluster = *warp.cluster;
   for (u32 mask = warp.active; mask != 0; mask &= mask - 1) {
     const int lane = std::countr_zero(mask);
     const Target target = find_target(warp, inst, o[1], lane, true);
     if (target.barrier == nullptr) return Step::next;
-    if (!phase_complete(inst, *target.barrier, warp.value(o[2], lane))) continue;
+    if (!phase_complete(inst, *target.barrier, warp.value(o[2], lane)) &&
+        !resumed(warp.fragment(), *target.barrier)) {
+      uniform = uniform && (awaited == nullptr || awaited == target.barrier);
+      awaited = target.barrier;
+      continue;
+    }
     complete |= 1u << lane;
     const bool fresh = target.barrier != last;
     last = target.barrier;
@@ -394,9 +415,14 @@ Step run_wait(Warp& warp, const Inst& inst) {
   if (patient && complete == 0) {
     const bool whim = warp.launch->schedule.policy == Policy::random && !warp.fragment().blocked &&
                       cluster.random() % 8 == 0;
-    if (!cluster.failing_waits && !whim) return Step::blocked;
+    if (!cluster.failing_waits && !whim) {
+      warp.fragment().token = uniform ? awaited->phase + 1 : 0;
+      return Step::blocked;
+    }
     ++cluster.failed_waits;
   }
+  warp.fragment().token = 0;
+  warp.turn_over = warp.launch->schedule.policy != Policy::random;
   ++warp.counters.barrier_waits;
   u32& p = warp.predicates[static_cast<u32>(o[0].slot)];
   p = (p & ~warp.active) | complete;

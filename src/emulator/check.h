@@ -2,11 +2,14 @@
 //
 // Agents are warps and asynchronous operations (a CTA lends its operations kAsyncSlots numbers in
 // turn). An access is an epoch: agent and tick. Agent B may touch what A wrote at tick t when B's
-// clock holds at least t for A. Each clock has four parts, because the manual has four kinds of
+// clock holds at least t for A. Each clock has five parts, because the manual has five kinds of
 // "before":
 //   ordered   plain happens-before: barriers, mbarriers, waits, commits
 //   proxied   the part of it that a proxy fence has made visible to the async proxy
 //   released  tensor-memory operations followed by tcgen05.fence::before_thread_sync (or a commit)
+//   inits     initialisations of mbarriers published by fence.mbarrier_init, which a relaxed
+//   arrival
+//             at the cluster's barrier passes on
 //   tensor    released operations taken over by tcgen05.fence::after_thread_sync
 #pragma once
 
@@ -34,7 +37,14 @@ class AsyncOp;
 inline constexpr u32 kAsyncSlots = 64;
 inline constexpr u32 kTickBits = 21;
 
-enum ClockPart : u32 { clock_ordered, clock_proxied, clock_released, clock_tensor, clock_parts };
+enum ClockPart : u32 {
+  clock_ordered,
+  clock_proxied,
+  clock_released,
+  clock_inits,
+  clock_tensor,
+  clock_parts
+};
 
 class Clock {
  public:
@@ -175,6 +185,8 @@ void check_forget_shared(Cta& target, u32 offset, u32 bytes);
 
 // Synchronisation
 void check_release(Warp& warp, Clock& object);
+// A relaxed arrival: passes on what fences before it have released.
+void check_release_relaxed(Warp& warp, Clock& object);
 void check_acquire(Warp& warp, const Clock& object);
 void check_release_async(const AsyncOp& op, Clock& object);
 void check_proxy_fence(Warp& warp);

@@ -4,6 +4,7 @@
 #include "emulator/allocate.h"
 #include "emulator/builders.h"
 #include "emulator/execute.h"
+#include "emulator/system_call.h"
 
 namespace fovea::emulator {
 namespace {
@@ -280,22 +281,6 @@ void build_branch_table(Builder& b) {
   b.inst.run = run_branch_table;
 }
 
-// Functions that the driver provides: they report instead of running.
-Step run_assert(Warp& warp, const Inst& inst) {
-  warp.fault(FaultKind::trap, inst, warp.first_lane(), "a device assertion failed.");
-  warp.launch->stopped = true;
-  return Step::next;
-}
-
-bool build_system_call(Builder& b, const Operand& callee) {
-  if (callee.text == "__assertfail") {
-    b.inst.run = run_assert;
-    return true;
-  }
-  if (callee.text == "vprintf") b.fail("printf in a kernel is not supported.");
-  return false;
-}
-
 // Parameters travel in .param variables, which both sides place in the same frame.
 void build_call(Builder& b) {
   const Operand& callee = b.operand(b.operand(0).kind == Operand::Kind::vector ? 1 : 0);
@@ -304,7 +289,7 @@ void build_call(Builder& b) {
            "' is not a function of this module; indirect calls "
            "are not supported.");
   }
-  if (build_system_call(b, callee)) return;
+  if (build_system_call(b, callee.text)) return;
   b.call_target(callee);
   b.inst.unit = Unit::control;
   b.inst.mode = kCallMode;

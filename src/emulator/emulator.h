@@ -93,6 +93,7 @@ struct Schedule {
   bool in_order_tensor = false;
   std::uint64_t step_limit = std::uint64_t{1} << 34;  // warp instructions before "runs for ever"
   std::size_t max_faults = 32;
+  std::uint64_t cta_limit = 0;  // only the first clusters that make up so many CTAs run; 0: all
 };
 
 enum class FaultKind {
@@ -165,6 +166,9 @@ struct Report {
   std::string kernel;
   std::vector<Fault> faults;
   std::uint64_t faults_not_listed = 0;
+  std::uint64_t ctas = 0;  // that ran
+  // The fault that a GPU would not survive and that ended the launch before its grid was done.
+  FaultKind stopped_by = FaultKind::none;
   Counters total;
   std::vector<Counters> per_warp;  // by warp index in the CTA, summed over CTAs
   std::string output;              // what the kernel printed
@@ -236,6 +240,16 @@ class Machine {
   void write(std::uint64_t address, const void* source, std::size_t bytes);
   void read(void* destination, std::uint64_t address, std::size_t bytes) const;
   void fill(std::uint64_t address, int byte, std::size_t bytes);
+  // Makes host memory visible to kernels at its own address, until free() of that address. The
+  // memory stays its owner's. Throws Error where it would cover an allocation or a window of the
+  // machine.
+  void adopt(void* memory, std::size_t bytes);
+  // The allocation around an address; bytes is 0 where there is none.
+  struct Range {
+    std::uint64_t address = 0;
+    std::size_t bytes = 0;
+  };
+  Range allocation(std::uint64_t address) const;
   // Host pointer to emulated memory, valid until it is freed; throws Error outside an allocation.
   void* host_pointer(std::uint64_t address, std::size_t bytes);
   // Address of a module-scope .global or .const variable; 0 when there is none of that name.

@@ -457,11 +457,24 @@ void Launch::add_fault(Fault fault) {
   const u64 key = static_cast<u64>(fault.kind) << 32 | static_cast<u32>(fault.line);
   u32& seen = seen_faults[key];
   ++seen;
+  report->stopped_by = fault.kind;
+  unlisted.reset();
   if (seen > 1 || report->faults.size() >= schedule.max_faults) {
     ++report->faults_not_listed;
+    if (seen == 1) unlisted = std::move(fault);
     return;
   }
   report->faults.push_back(std::move(fault));
+}
+
+void Launch::conclude() {
+  if (!stopped) {
+    report->stopped_by = FaultKind::none;
+    return;
+  }
+  if (!unlisted.has_value()) return;
+  report->faults.push_back(std::move(*unlisted));
+  --report->faults_not_listed;
 }
 
 void Launch::fault(FaultKind kind, const Cta* cta, int warp, int lane, const Inst* inst,
@@ -512,13 +525,23 @@ void Machine::free(u64 address) {
   throw Error(0, "free of " + hex(address) + ", which is not the start of an allocation.");
 }
 
+void Machine::adopt(void* memory, std::size_t bytes) {
+  data_->adopt(static_cast<u8*>(memory), bytes);
+}
+
+Machine::Range Machine::allocation(u64 address) const {
+  const Allocation* found = data_->find(address, 0);
+  if (found == nullptr || address == found->base + found->bytes) return {};
+  return {found->base, found->bytes};
+}
+
 void* Machine::host_pointer(u64 address, std::size_t bytes) {
   Allocation* allocation = data_->find(address, bytes);
   if (allocation == nullptr) {
     throw Error(
         0, std::to_string(bytes) + " bytes at " + hex(address) + " are not inside an allocation.");
   }
-  return allocation->data.get() + (address - allocation->base);
+  return allocation->data + (address - allocation->base);
 }
 
 void Machine::write(u64 address, const void* source, std::size_t bytes) {
@@ -584,9 +607,16 @@ Report Machine::launch(const Module& module, std::string_view kernel, const Laun
       static_cast<u32>(kSharedStart + align_up(launch.program->static_shared_bytes, 16) +
                        config.dynamic_shared_bytes);
   validate(launch, function);
-  launch.clusters = config.grid.count() /
-                    (u64{launch.cluster_dims[0]} * launch.cluster_dims[1] * launch.cluster_dims[2]);
+  const u64 cluster_size =
+      u64{launch.cluster_dims[0]} * launch.cluster_dims[1] * launch.cluster_dims[2];
+  launch.clusters = config.grid.count() / cluster_size;
+  if (schedule.cta_limit != 0) {
+    launch.clusters =
+        std::min(launch.clusters, (schedule.cta_limit + cluster_size - 1) / cluster_size);
+  }
   run_grid(launch);
+  report.ctas = launch.next_cluster * cluster_size;
+  launch.conclude();
   return report;
 }
 

@@ -4,6 +4,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <random>
 #include <string>
 #include <unordered_map>
@@ -27,7 +28,8 @@ inline constexpr int kRankShift = 24;
 struct Allocation {
   u64 base = 0;
   u64 bytes = 0;
-  std::unique_ptr<u8[]> data;
+  u8* data = nullptr;
+  std::unique_ptr<u8[]> own;  // none for memory of the host
   std::unique_ptr<GlobalShadow> shadow;
   bool constant = false;  // of a .const variable
 };
@@ -42,6 +44,7 @@ struct MachineData {
 
   Allocation* find(u64 address, u64 bytes) const;
   u64 allocate(u64 bytes);
+  void adopt(u8* memory, u64 bytes);
   void place_variables(const ModuleData& module);
   u64 symbol(const ModuleData& module, const std::string& name);
 };
@@ -95,9 +98,10 @@ class Warp {
   std::size_t current = 0;
   u32 active = 0;  // lanes executing the current instruction
   Counters counters;
-  WarpCheck check;   // per-register and clock state of the checker
-  u64 sequence = 0;  // instructions executed
-  u64 picks = 0;     // choices between fragments
+  WarpCheck check;         // per-register and clock state of the checker
+  u64 sequence = 0;        // instructions executed
+  u64 picks = 0;           // choices between fragments
+  bool turn_over = false;  // the instruction ends this warp's turn: others may see what it saw
 
   // asynchronous state of this warp
   u64 bulk_group = 0;  // number of the open group of bulk copies
@@ -289,7 +293,11 @@ struct Launch {
   std::unordered_map<u64, u32> seen_faults;
   std::unordered_map<u64, GlobalSync> global_sync;
 
+  std::optional<Fault> unlisted;  // the last fault, when there was no room for it
+
   void add_fault(Fault fault);
+  // Sees to it that what stopped the launch is named and listed.
+  void conclude();
   void fault(FaultKind kind, const Cta* cta, int warp, int lane, const Inst* inst,
              const std::string& agent, const std::string& sentence);
 };

@@ -40,6 +40,17 @@ std::string access_text(u64 address, u64 bytes, bool write) {
 
 }  // namespace
 
+namespace {
+
+Allocation& insert(std::vector<std::unique_ptr<Allocation>>& list,
+                   std::unique_ptr<Allocation> allocation) {
+  const auto at = std::upper_bound(list.begin(), list.end(), allocation->base,
+                                   [](u64 base, const auto& a) { return base < a->base; });
+  return **list.insert(at, std::move(allocation));
+}
+
+}  // namespace
+
 Allocation* MachineData::find(u64 address, u64 bytes) const {
   auto inside = [&](const Allocation& a) {
     return address >= a.base && address - a.base <= a.bytes &&
@@ -60,11 +71,32 @@ u64 MachineData::allocate(u64 bytes) {
   auto allocation = std::make_unique<Allocation>();
   allocation->base = next_address;
   allocation->bytes = bytes;
-  allocation->data = std::make_unique<u8[]>(std::max<u64>(bytes, 1));
-  std::memset(allocation->data.get(), 0xcd, bytes);
+  allocation->own = std::make_unique<u8[]>(std::max<u64>(bytes, 1));
+  allocation->data = allocation->own.get();
+  std::memset(allocation->data, 0xcd, bytes);
   next_address += (bytes + kGuardBytes + 511) / 512 * 512;
-  allocations.push_back(std::move(allocation));
-  return allocations.back()->base;
+  return insert(allocations, std::move(allocation)).base;
+}
+
+void MachineData::adopt(u8* memory, u64 bytes) {
+  const u64 base = reinterpret_cast<std::uintptr_t>(memory);
+  const auto overlaps = [&](u64 begin, u64 size) {
+    return base < begin + size && begin < base + bytes;
+  };
+  for (const u64 window : {kSharedWindow, kLocalWindow, kParamWindow}) {
+    if (overlaps(window, u64{1} << 32)) {
+      throw Error(0, "host memory at " + hex(base) + " lies in a window of the machine.");
+    }
+  }
+  for (const auto& other : allocations) {
+    if (!overlaps(other->base, std::max<u64>(other->bytes, 1))) continue;
+    throw Error(0, "host memory at " + hex(base) + " is visible to kernels already.");
+  }
+  auto allocation = std::make_unique<Allocation>();
+  allocation->base = base;
+  allocation->bytes = bytes;
+  allocation->data = memory;
+  insert(allocations, std::move(allocation));
 }
 
 void MachineData::place_variables(const ModuleData& module) {
@@ -80,10 +112,10 @@ void MachineData::place_variables(const ModuleData& module) {
       throw Error(0, "variable " + variable.name + " is external: linking is not supported.");
     }
     const u64 address = allocate(variable.bytes);
-    Allocation& allocation = *allocations.back();
+    Allocation& allocation = *find(address, variable.bytes);
     allocation.constant = variable.space == Space::constant;
-    std::memset(allocation.data.get(), 0, variable.bytes);
-    std::copy(variable.initial.begin(), variable.initial.end(), allocation.data.get());
+    std::memset(allocation.data, 0, variable.bytes);
+    std::copy(variable.initial.begin(), variable.initial.end(), allocation.data);
     placed[variable.name] = address;
     variable.offset = address;
   }
@@ -95,7 +127,7 @@ void MachineData::place_variables(const ModuleData& module) {
                            ", which is not a .global or .const variable.");
       }
       const u64 value = target->second + static_cast<u64>(pointer.addend);
-      std::memcpy(find(variable.offset, 8)->data.get() + pointer.at, &value, 8);
+      std::memcpy(find(variable.offset, 8)->data + pointer.at, &value, 8);
     }
   }
 }
@@ -219,7 +251,7 @@ Place resolve(Warp& warp, const Inst& inst, Space space, u64 address, u32 bytes,
   place.space = Space::global;
   place.allocation = allocation;
   place.address = address;
-  place.data = allocation->data.get() + (address - allocation->base);
+  place.data = allocation->data + (address - allocation->base);
   return place;
 }
 
@@ -238,7 +270,7 @@ Place resolve_global(const AsyncOp& op, u64 address, u64 bytes, const char* what
   place.space = Space::global;
   place.allocation = allocation;
   place.address = address;
-  place.data = allocation->data.get() + (address - allocation->base);
+  place.data = allocation->data + (address - allocation->base);
   return place;
 }
 

@@ -233,10 +233,11 @@ bool Warp::step() {
 
 bool Warp::run(u64 quantum) {
   bool worked = false;
-  while (quantum > 0 && !launch->stopped) {
+  turn_over = false;
+  while (quantum > 0 && !launch->stopped && !turn_over) {
     if (!pick_fragment()) break;
     bool go_on = true;
-    while (quantum > 0 && go_on && !launch->stopped) {
+    while (quantum > 0 && go_on && !launch->stopped && !turn_over) {
       --quantum;
       const Fragment& fragment = fragments[current];
       const bool at_join =

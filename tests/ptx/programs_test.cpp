@@ -12,6 +12,13 @@ namespace {
 
 class Program : public ::testing::TestWithParam<std::string> {};
 
+std::string unescaped(std::string text) {
+  for (std::size_t at = 0; (at = text.find("\\n", at)) != std::string::npos;) {
+    text.replace(at, 2, "\n");
+  }
+  return text;
+}
+
 void run(const std::string& ptx, const std::map<std::string, std::string>& header,
          const Schedule& schedule) {
   const auto chip = header.find("chip");
@@ -40,6 +47,9 @@ void run(const std::string& ptx, const std::map<std::string, std::string>& heade
   const std::vector<std::uint32_t> expected = words_of(header.at("expect"));
   std::vector<std::uint32_t> words(expected.size());
   machine.read(words.data(), out, words.size() * 4);
+  if (const auto output = header.find("output"); output != header.end()) {
+    EXPECT_EQ(report.output, unescaped(output->second));
+  }
   int shown = 0;
   for (std::size_t i = 0; i < words.size() && shown < 4; ++i) {
     if (words[i] == expected[i]) continue;
