@@ -44,6 +44,7 @@ Program::Program() : app_("Exact attention as fast as the chip allows.", "fovea"
   commands_.push_back(add_info(app_));
   commands_.push_back(add_compile(app_));
   commands_.push_back(add_trace(app_));
+  commands_.push_back(add_emulate(app_));
 }
 
 Program::Request Program::parse(std::span<const std::string> arguments) {

@@ -24,7 +24,8 @@ class Command {
   Command(const Command&) = delete;
   Command& operator=(const Command&) = delete;
 
-  // Returns exit_good or exit_check_failed; throws Error when the input is wrong.
+  // Returns exit_good or exit_check_failed, or what the program that it started returned; throws
+  // Error when the input is wrong.
   virtual int execute() = 0;
 
   [[nodiscard]] bool chosen() const { return app_->parsed(); }
@@ -42,6 +43,7 @@ class Command {
 [[nodiscard]] std::unique_ptr<Command> add_info(CLI::App& program);
 [[nodiscard]] std::unique_ptr<Command> add_compile(CLI::App& program);
 [[nodiscard]] std::unique_ptr<Command> add_trace(CLI::App& program);
+[[nodiscard]] std::unique_ptr<Command> add_emulate(CLI::App& program);
 
 class Program {
  public:

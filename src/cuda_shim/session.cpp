@@ -393,8 +393,8 @@ void Session::conclude(const Kernel& kernel, const emulator::LaunchConfig& confi
   if (!report.output.empty()) {
     std::fwrite(report.output.data(), 1, report.output.size(), stdout);
   }
-  append_report("{\"grid\": " + text(config.grid) + ", \"block\": " + text(config.block) +
-                ", \"cluster\": " + text(config.cluster) +
+  append_report("{\"name\": \"" + short_name(kernel.name) + "\", \"grid\": " + text(config.grid) +
+                ", \"block\": " + text(config.block) + ", \"cluster\": " + text(config.cluster) +
                 ", \"dynamic_shared_bytes\": " + std::to_string(config.dynamic_shared_bytes) +
                 ", \"ctas\": " + std::to_string(report.ctas) + ", \"seconds\": " +
                 std::to_string(seconds) + ", \"report\": " + report.json() + "}");
