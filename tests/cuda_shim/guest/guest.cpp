@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "fat_binary_writer.h"
+#include "tests/cuda_shim/guest/fat_binary_writer.h"
 
 struct Dim3 {
   unsigned x = 1, y = 1, z = 1;
