@@ -384,7 +384,7 @@ Statistics Call::run() {
   if (lse.present()) lse.poison();
   remember_inputs();
   Options options;
-  options.device = test_device();
+  options.device = device;
   options.softmax = spec.softmax;
   const Plan plan = fovea::plan(problem, options);
   const HostTensor workspace(DType::boolean, {1, 1, 1, static_cast<Index>(plan.workspace_bytes())},

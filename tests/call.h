@@ -115,8 +115,8 @@ class Call {
   // Overwrites with NaN the keys that no row sees and the queries that see no key.
   void poison_unseen();
 
-  // Computes with plan() and run() in a guarded workspace, after poisoning the outputs. The device
-  // is test_device(); softmax is the spec's.
+  // Computes with plan() and run() in a guarded workspace, after poisoning the outputs; softmax is
+  // the spec's.
   Statistics run();
 
   // EXPECTs, after run(): results within the tolerance of the oracle, every element written, no
@@ -135,6 +135,7 @@ class Call {
   CaseSpec spec;
   HostTensor q, k, v, out, lse, bias, mask, sink, alibi;
   Problem problem;  // refers to this object's memory
+  Device device = test_device();
 
  private:
   template <typename Function>

@@ -174,8 +174,9 @@ Device test_device() {
   if (device == "cuda") return Device::cuda;
   if (device == "emulated:sm_90a") return Device::emulated_sm90a;
   if (device == "emulated:sm_100a") return Device::emulated_sm100a;
+  if (device == "emulated:sm_103a") return Device::emulated_sm103a;
   throw std::invalid_argument(
-      "FOVEA_TEST_DEVICE must be cpu, cuda, emulated:sm_90a or emulated:sm_100a");
+      "FOVEA_TEST_DEVICE must be cpu, cuda or emulated:sm_90a, sm_100a or sm_103a");
 }
 
 core::Problem to_core(const Problem& problem) {

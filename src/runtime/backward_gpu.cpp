@@ -36,10 +36,9 @@ RowExtents key_extents(const Problem& p) {
   return {{p.batch, p.seqlen_k, p.heads_kv}};
 }
 
-// A bound of the window as the kernel takes it: beyond every distance is none.
+// A bound of the window as the kernel takes it: no further than any distance between positions.
 int32 narrow_bound(int64 bound, const Problem& p) {
-  if (bound < 0 || bound >= p.seqlen_q + p.seqlen_k) return -1;
-  return static_cast<int32>(bound);
+  return bound < 0 ? -1 : static_cast<int32>(std::min(bound, std::max(p.seqlen_q, p.seqlen_k)));
 }
 
 // Packed rows behind the last sequence are one sequence more, of no queries and no keys.

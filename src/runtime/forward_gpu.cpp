@@ -75,10 +75,9 @@ core::TensorMap encode_packed(Device& device, const Problem& p, const int64 (&ex
   return device.encode_tensor_map(spec);
 }
 
-// A bound of the window as the kernel takes it: beyond every distance is none.
+// A bound of the window as the kernel takes it: no further than any distance between positions.
 int32 narrow_bound(int64 bound, const Problem& p) {
-  if (bound < 0 || bound >= p.seqlen_q + p.seqlen_k) return -1;
-  return static_cast<int32>(bound);
+  return bound < 0 ? -1 : static_cast<int32>(std::min(bound, std::max(p.seqlen_q, p.seqlen_k)));
 }
 
 // Pairs of (batch, head) whose keys and values fit half of the L2 together.

@@ -1,0 +1,154 @@
+// The one case list on a GPU through plan() and run(): from host memory, which is copied there, and
+// from device memory, as an engine calls. FOVEA_TEST_DEVICE=cuda runs every case both ways on a
+// GPU. Otherwise a sample runs on the emulated Hopper chip with its checks on, each case in two
+// orders of asynchronous work that must agree to the bit; FOVEA_TEST_SEED takes another sample,
+// FOVEA_TEST_SAMPLE a larger one.
+#include "tests/cases.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <iostream>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "runtime/gpu.h"
+#include "tests/device_call.h"
+#include "tests/tolerance.h"
+
+namespace fovea::test {
+namespace {
+
+bool on_cuda() { return test_device() == Device::cuda; }
+
+Device gpu_device() {
+  return test_device() == Device::cpu ? Device::emulated_sm90a : test_device();
+}
+
+std::string gpu_arch() {
+  const std::string_view arch = runtime::emulated_arch(gpu_device());
+  return arch.empty() ? runtime::shared_device(gpu_device()).properties().arch : std::string(arch);
+}
+
+// What the kernels of a chip decline in the case list, in the words of the refusal.
+constexpr const char* documented_refusals[] = {"it computes bf16 and f16",
+                                               "it takes head dimensions up to"};
+
+std::vector<std::string> reasons_against(const CaseSpec& spec) {
+  const Call call(spec);
+  Problem problem = call.problem;
+  Options options;
+  options.softmax = spec.softmax;
+  return runtime::gpu_supports(problem, validate(problem), {gpu_arch(), options});
+}
+
+// Rows x keys, padded to tiles: what the emulator's time goes with.
+Index cost(const CaseSpec& s) {
+  const auto padded = [](Index n, Index tile) { return (n + tile - 1) / tile * tile; };
+  return s.batch * s.hq * padded(s.sq, 128) * padded(s.sk, 128);
+}
+
+std::uint64_t from_environment(const char* name, std::uint64_t otherwise) {
+  const char* text = std::getenv(name);
+  return text != nullptr ? std::strtoull(text, nullptr, 10) : otherwise;
+}
+
+std::vector<CaseSpec> selected() {
+  std::vector<CaseSpec> able;
+  for (const CaseSpec& spec : all_cases()) {
+    if (spec.dtype == DType::f32 || spec.d > 256 || spec.dv > 256) continue;
+    able.push_back(spec);
+  }
+  if (on_cuda()) return able;
+  // Each case is a kernel of its own to compile, a second or so; the sample bounds the whole.
+  const std::uint64_t sample = from_environment("FOVEA_TEST_SAMPLE", 90);
+  Random random(from_environment("FOVEA_TEST_SEED", 1));
+  std::vector<CaseSpec> chosen;
+  while (chosen.size() < sample && !able.empty()) {
+    const auto at = able.begin() + random.below(static_cast<Index>(able.size()));
+    if (cost(*at) <= 8 * 128 * 256) chosen.push_back(*at);
+    able.erase(at);
+  }
+  return chosen;
+}
+
+using Order = runtime::EmulationOptions::Order;
+
+void emulate(Order order, std::uint64_t seed) {
+  runtime::set_emulation({.order = order, .seed = seed, .checks = true});
+}
+
+void check_staged(Call& call) {
+  emulate(Order::eager, 0);
+  call.run();
+  call.expect_memory_respected();
+  call.expect_matches_oracle();
+  const std::vector<std::byte> out = call.out.bytes();
+  const std::vector<std::byte> lse = call.lse.bytes();
+  emulate(Order::random, call.spec.name.size());
+  call.run();
+  EXPECT_TRUE(same_bits(call.out.bytes(), out)) << "out of a second run";
+  EXPECT_TRUE(same_bits(call.lse.bytes(), lse)) << "lse of a second run";
+}
+
+void check_direct(Call& call) {
+  DeviceCall there(call, call.device);
+  Options options;
+  options.device = call.device;
+  options.softmax = call.spec.softmax;
+  const Plan chosen = plan(there.problem, options);
+  emulate(Order::lazy, 0);
+  there.run(chosen);
+  there.fetch();
+  EXPECT_EQ(call.out.foreign_bytes_changed(), 0) << "beside out";
+  EXPECT_EQ(call.lse.foreign_bytes_changed(), 0) << "beside lse";
+  call.expect_matches_oracle();
+  const std::vector<std::byte> out = call.out.bytes();
+  emulate(Order::random, call.spec.name.size());
+  there.run(chosen);
+  there.fetch();
+  EXPECT_TRUE(same_bits(call.out.bytes(), out)) << "out of a second run";
+}
+
+class GpuCases : public ::testing::TestWithParam<CaseSpec> {};
+
+TEST_P(GpuCases, MatchesTheOracle) {
+  const CaseSpec& spec = GetParam();
+  SCOPED_TRACE(describe(spec));
+  Call call(spec);
+  call.device = gpu_device();
+  call.poison_unseen();
+  const bool direct = spec.name.back() % 2 == 0;
+  if (on_cuda() || direct) check_direct(call);
+  if (on_cuda() || !direct) check_staged(call);
+}
+
+INSTANTIATE_TEST_SUITE_P(Some, GpuCases, ::testing::ValuesIn(selected()),
+                         [](const auto& instance) { return instance.param.name; });
+
+// The kernels take every case but those that the documentation excepts.
+TEST(GpuRefusals, AreTheDocumentedOnes) {
+  std::map<std::string, int> refused;
+  int taken = 0;
+  for (const CaseSpec& spec : all_cases()) {
+    const std::vector<std::string> reasons = reasons_against(spec);
+    if (reasons.empty()) ++taken;
+    for (const std::string& reason : reasons) {
+      const std::string head = reason.substr(0, reason.find(" but"));
+      ++refused[head];
+      EXPECT_TRUE(std::ranges::any_of(
+          documented_refusals,
+          [&](const char* documented) { return reason.starts_with(documented); }))
+          << describe(spec) << ": " << reason;
+    }
+    const bool excepted = spec.dtype == DType::f32 || spec.d > 256 || spec.dv > 256;
+    EXPECT_EQ(reasons.empty(), !excepted) << describe(spec);
+  }
+  std::cout << taken << " cases of the list are computed on " << gpu_arch() << "\n";
+  for (const auto& [reason, count] : refused) std::cout << count << " refused: " << reason << "\n";
+  EXPECT_GT(taken, 250);
+}
+
+}  // namespace
+}  // namespace fovea::test
