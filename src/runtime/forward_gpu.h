@@ -63,7 +63,7 @@ struct ForwardCall {
   DeviceAddress workspace = 0;
   // Two 64-bit counts to add to, of sum_guard: rows repaired, rows of a tile taken again. 0: none.
   DeviceAddress counters = 0;
-  core::TraceBuffer trace;  // for a configuration that traces
+  core::TraceBuffer trace = {};  // for a configuration that traces
 };
 
 // What a launch takes.
