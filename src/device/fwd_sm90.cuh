@@ -43,6 +43,8 @@ struct Compute {
   RingState<1> q_state;
   RingState<2> tile_state;
 
+  static constexpr int32 query_steps = C.head_dim <= 64 ? C.head_dim / 16 : 1;
+  uint64 query[query_steps];         // descriptors of this warpgroup's rows of q
   float scores[score_count];         // [64 x tile_k]: raw, then exponentials
   uint32 weights[C.tile_k / 16][4];  // the same as operand A, 16 bits each
   float output[output_count];        // [64 x head_dim_v]
@@ -74,19 +76,34 @@ struct Compute {
 
   // -- Products. Each warp releases for itself: its wait covers its own part of a product.
 
+  // Products wait for descriptors that are computed between them, so those of q are computed once
+  // and hidden from the compiler, which would do it again each time: all where they are few.
+  __forceinline__ void find_query() {
+    const SharedAddress q = shared_address(plan.q) + warpgroup * (64 * Plan::row_bytes);
+#pragma unroll
+    for (int32 i = 0; i < query_steps; ++i) {
+      query[i] = wgmma_descriptor(Swizzle::b128, q.value + 32 * i, 0, Plan::group_bytes);
+      asm volatile("" : "+l"(query[i]));
+    }
+  }
+
+  // 16 elements of head_dim; inside a row of the pattern the address has zeros to fill.
+  __forceinline__ uint64 query_at(int32 step) const {
+    if constexpr (query_steps > 1) return query[step];
+    return descriptor_advance(query[0], step / 4 * (Plan::rows * Plan::row_bytes)) | (step % 4 * 2);
+  }
+
   __forceinline__ void issue_scores() {
     plan.k_ring.wait_full(k_state);
-    const SharedAddress q = shared_address(plan.q) + warpgroup * (64 * Plan::row_bytes);
     const SharedAddress k =
         shared_address(plan.k[0]) + static_cast<uint32>(k_state.stage) * Plan::k_bytes;
-    const uint64 q_tile = wgmma_descriptor(Swizzle::b128, q.value, 0, Plan::group_bytes);
     const uint64 k_tile = wgmma_descriptor(Swizzle::b128, k.value, 0, Plan::group_bytes);
     wgmma_fence();
 #pragma unroll
     for (int32 step = 0; step < C.head_dim / 16; ++step) {
       const uint32 panel = step / 4;
       const uint32 inside = (step % 4) * 32;  // 16 elements
-      fwd_scores(scores, descriptor_advance(q_tile, panel * Plan::rows * Plan::row_bytes + inside),
+      fwd_scores(scores, query_at(step),
                  descriptor_advance(k_tile, panel * C.tile_k * Plan::row_bytes + inside), step > 0);
     }
     wgmma_commit();
@@ -680,6 +697,7 @@ struct Compute {
   }
 
   __forceinline__ void run() {
+    find_query();
     if (C.ping_pong && warpgroup == C.warpgroups - 1) {
       named_barrier_arrive<256>(Plan::turn_barrier);
     }

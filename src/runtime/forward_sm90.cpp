@@ -37,7 +37,11 @@ void choose_tile(FwdConfig& c, const Problem& p) {
       c.transform == ScoreTransform::none && !core::modifies_scores(c) && !c.has_dropout;
   const bool windowed = core::is_windowed(c);
   const bool long_keys = p.seqlen_k >= 8192;
-  if (widest <= 64) {
+  const int64 rows = p.seqlen_q * p.group_size();  // packed
+  if (widest <= 64 && rows <= 128) {
+    c.tile_k = 128;
+    c.stages = 4;
+  } else if (widest <= 64) {
     c.warpgroups = 3;
     c.tile_k = plain && (long_keys || !windowed) ? 128 : 96;
     c.stages = 4;
@@ -49,6 +53,11 @@ void choose_tile(FwdConfig& c, const Problem& p) {
     c.tile_k = plain && !windowed && c.softmax == core::SoftmaxPolicy::sum_guard ? 80 : 64;
     c.persistent = !(windowed && long_keys);
   }
+  // What is added to scores needs registers of its own.
+  int32 fewer = (c.has_bias ? 48 : 0) + (c.has_mask ? 32 : 0) + (c.has_dropout ? 16 : 0) +
+                (c.has_alibi ? 16 : 0);
+  if (fewer > 0 && c.head_dim > 128) fewer += 16;
+  c.tile_k = std::max(c.tile_k - fewer, c.head_dim_v > 128 ? 32 : 48);
   while (shared_bytes(c) > core::shared_limit_bytes && c.tile_k > 32) {
     // Staging out where q was costs less than smaller tiles, but needs q to be as wide.
     if (c.out_apart && c.head_dim >= c.head_dim_v) {
@@ -72,6 +81,7 @@ void choose_source(FwdConfig& c, const Problem& p) {
     return;
   }
   c.source = core::Source::gather;
+  c.warpgroups = 2;  // the copying threads need registers, too
   c.chunked =
       is_chunked(p.q, p.head_dim) && is_chunked(p.k, p.head_dim) && is_chunked(p.v, p.head_dim_v);
   c.ragged = true;
@@ -136,7 +146,7 @@ int32 forward_splits(const Problem& p, const FwdConfig& c, int sm_count) {
   double best = 0.0;
   for (int64 splits = 1; splits <= most; ++splits) best = std::max(best, filled(splits));
   int64 splits = 1;
-  while (splits < most && filled(splits) < 0.85 * best) ++splits;
+  while (splits < most && filled(splits) < 0.95 * best) ++splits;
   return static_cast<int32>(splits);
 }
 
