@@ -1,4 +1,5 @@
-"""include/fovea/fovea.h through ctypes: as much of it as timing a call needs."""
+"""include/fovea/fovea.h through ctypes: as much of it as timing a call needs. Tensors are numpy
+arrays in host memory, or those of PyTorch on a GPU."""
 
 import ctypes
 from pathlib import Path
@@ -6,7 +7,8 @@ from pathlib import Path
 import numpy as np
 
 F32, BF16 = 0, 1
-DEVICE_CPU = 1
+DEVICE_CPU, DEVICE_CUDA = 1, 2
+MEMORY_DEVICE = 1
 
 
 class Tensor(ctypes.Structure):
@@ -44,6 +46,8 @@ class Problem(ctypes.Structure):
         ("dropout_offset", ctypes.c_uint64),
         ("num_splits", ctypes.c_int32),
         ("deterministic", ctypes.c_int32),
+        ("memory", ctypes.c_int),
+        ("stream", ctypes.c_void_p),
     ]
 
 
@@ -53,6 +57,8 @@ class Options(ctypes.Structure):
         ("device", ctypes.c_int),
         ("threads", ctypes.c_int32),
         ("softmax", ctypes.c_int),
+        ("own_workspace", ctypes.c_int32),
+        ("configuration", ctypes.c_char_p),
     ]
 
 
@@ -88,19 +94,46 @@ class Library:
         problem.causal = causal
         return problem
 
+    def device_problem(self, q, k, v, out, causal: bool, window_left: int, cu_seqlens, seqlen: int,
+                       stream: int) -> Problem:
+        """q, k, v, out: PyTorch tensors on one GPU, (batch, heads, seqlen, head_dim) with any
+        strides, or (rows, heads, head_dim) with the int32 cu_seqlens of q and k alike and the
+        longest of them. They have to outlive the problem."""
+        problem = Problem()
+        self.check(self._lib.fovea_problem_init(ctypes.byref(problem), ctypes.sizeof(problem)))
+        problem.q, problem.k, problem.v, problem.out = (_device_tensor(t) for t in (q, k, v, out))
+        problem.causal = causal
+        problem.window_left = window_left
+        if cu_seqlens is not None:
+            lengths = Lengths(cu_seqlens.data_ptr(), cu_seqlens.numel())
+            problem.cu_seqlens_q = problem.cu_seqlens_k = lengths
+            problem.max_seqlen_q = problem.max_seqlen_k = seqlen
+        problem.memory = MEMORY_DEVICE
+        problem.stream = stream
+        return problem
+
+    def options(self, device: int) -> Options:
+        options = Options()
+        self.check(self._lib.fovea_options_init(ctypes.byref(options), ctypes.sizeof(options)))
+        options.device = device
+        return options
+
     def plan(self, problem: Problem, threads: int) -> "Plan":
-        return Plan(self, problem, threads)
+        options = self.options(DEVICE_CPU)
+        options.threads = threads
+        return Plan(self, problem, options)
+
+    def device_plan(self, problem: Problem) -> "Plan":
+        options = self.options(DEVICE_CUDA)
+        options.own_workspace = 1
+        return Plan(self, problem, options)
 
 
 class Plan:
     """A plan with its workspace."""
 
-    def __init__(self, library: Library, problem: Problem, threads: int):
+    def __init__(self, library: Library, problem: Problem, options: Options):
         lib = library._lib
-        options = Options()
-        library.check(lib.fovea_options_init(ctypes.byref(options), ctypes.sizeof(options)))
-        options.device = DEVICE_CPU
-        options.threads = threads
         handle = ctypes.c_void_p()
         library.check(
             lib.fovea_plan_create(
@@ -110,8 +143,8 @@ class Plan:
         self._handle, self._destroy = handle, lib.fovea_plan_destroy
         size = ctypes.c_size_t()
         library.check(lib.fovea_plan_workspace_bytes(handle, ctypes.byref(size)))
-        self.workspace_bytes = size.value
-        self._workspace = np.empty(size.value, dtype=np.uint8)
+        self.workspace_bytes = 0 if options.own_workspace else size.value
+        self._workspace = np.empty(self.workspace_bytes, dtype=np.uint8)
         self._library = library
 
     def run(self, problem: Problem) -> None:
@@ -138,3 +171,17 @@ def _tensor(array: np.ndarray) -> Tensor:
     tensor.shape[:] = array.shape
     tensor.stride[:] = [stride // array.itemsize for stride in array.strides]
     return tensor
+
+
+def _device_tensor(tensor) -> Tensor:
+    import torch
+
+    view = Tensor()
+    view.data = tensor.data_ptr()
+    view.dtype = {torch.float32: F32, torch.bfloat16: BF16}[tensor.dtype]
+    view.present = 1
+    # The library's order of dimensions is (batch, seqlen, heads, head_dim).
+    rows = tensor.transpose(1, 2) if tensor.dim() == 4 else tensor.unsqueeze(0)
+    view.shape[:] = rows.shape
+    view.stride[:] = rows.stride()
+    return view

@@ -1,0 +1,302 @@
+#!/usr/bin/env python3
+"""fovea's forward pass on a GPU beside cuDNN and the other kernels that PyTorch brings.
+
+    bench/gpu_peers.py                         the whole table
+    bench/gpu_peers.py --cases d128-full-4k    some cells; --list names them
+    bench/gpu_peers.py --json FILE             every time measured, as JSON
+
+Needs a GPU, PyTorch with CUDA, and the bench library (scripts/bench builds it). No compiler beside
+the CUDA toolkit's NVRTC.
+
+Method: bf16, standard normal inputs, 32,768 tokens and 2,048 = heads x head_dim unless the name
+says otherwise; one process, the engines take turns, one launch each a round, after two uncounted
+ones. "Cool": 5 ms of pause before every launch, so that the card stays below its power limit; the median
+of the rounds counts. "Warm": launches back to back for a quarter of a second, half of it uncounted,
+three rounds of turns; the median round counts. Times are the stream's, between two events. TFLOPS:
+4 x batch x heads x pairs that the mask leaves x head_dim / time. Outputs are compared: engines that
+did not compute the same thing are no peers.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+try:
+    import torch
+    from fovea_c import Library
+except ImportError as error:
+    sys.exit(f"gpu_peers: {error}; PyTorch with CUDA is needed, and numpy")
+
+TOLERANCE = 2e-2
+PAUSE_SECONDS = 0.005
+WARM_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    head_dim: int
+    seqlen: int
+    causal: bool = False
+    warm: bool = False
+    heads: int = 0  # 0: 2048 / head_dim
+    heads_kv: int = 0
+    window: int = -1  # keys to the left
+    ragged: bool = False  # sequences of 128 to seqlen keys, packed
+    floor: float = 0.0  # of fovea over cuDNN
+
+    @property
+    def heads_q(self) -> int:
+        return self.heads or 2048 // self.head_dim
+
+    @property
+    def kv(self) -> int:
+        return self.heads_kv or self.heads_q
+
+    @property
+    def batch(self) -> int:
+        return max(1, 32768 // self.seqlen)
+
+
+def size(seqlen: int) -> str:
+    return f"{seqlen // 1024}k" if seqlen >= 1024 else str(seqlen)
+
+
+def cell(head_dim: int, seqlen: int, causal: bool, floor: float = 0.0, warm: bool = False) -> Case:
+    mask = "causal" if causal else "full"
+    name = f"d{head_dim}-{mask}-{size(seqlen)}{'-warm' if warm else ''}"
+    return Case(name, head_dim, seqlen, causal, warm, floor=floor)
+
+
+CASES = [
+    *(cell(128, s, False, f) for s, f in ((512, 1.15), (1024, 1.1), (2048, 1.1))),
+    *(cell(128, s, False) for s in (4096, 8192, 16384)),
+    cell(128, 16384, False, 1.06, warm=True),
+    cell(128, 32768, False, 1.1, warm=True),
+    *(cell(128, s, True, f) for s, f in ((4096, 1.2), (16384, 1.08), (32768, 1.12))),
+    *(cell(64, s, False) for s in (4096, 16384)),
+    *(cell(64, s, True, f) for s, f in ((4096, 1.15), (16384, 1.2))),
+    *(cell(256, s, False) for s in (4096, 8192, 16384)),
+    *(cell(256, s, True, f) for s, f in ((4096, 1.08), (16384, 1.02))),
+    Case("gqa-32-8-full-4k", 128, 4096, heads=32, heads_kv=8, floor=1.0),
+    Case("gqa-32-8-causal-4k", 128, 4096, True, heads=32, heads_kv=8, floor=1.0),
+    Case("window-1024-16k", 128, 16384, True, window=1023, floor=1.0),
+    Case("ragged-64-sequences", 128, 8192, True, ragged=True, floor=1.0),
+]
+
+
+class Inputs:
+    """Tensors (batch, heads, seqlen, head_dim) stored as (batch, seqlen, heads, head_dim), or
+    (rows, heads, head_dim) where sequences are packed."""
+
+    def __init__(self, case: Case):
+        generator = torch.Generator("cuda").manual_seed(7)
+
+        def normal(*shape):
+            return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+        self.case = case
+        self.lengths = None
+        if case.ragged:
+            lengths = torch.randint(128, case.seqlen + 1, (64,), device="cuda", generator=generator)
+            self.lengths = lengths.tolist()
+            self.cu_seqlens = torch.zeros(65, device="cuda", dtype=torch.int32)
+            self.cu_seqlens[1:] = lengths.cumsum(0)
+            total = sum(self.lengths)
+            self.q = normal(total, case.heads_q, case.head_dim)
+            self.k, self.v = (normal(total, case.kv, case.head_dim) for _ in range(2))
+        else:
+            shape = (case.batch, case.seqlen)
+            self.q = normal(*shape, case.heads_q, case.head_dim).transpose(1, 2)
+            self.k, self.v = (
+                normal(*shape, case.kv, case.head_dim).transpose(1, 2) for _ in range(2)
+            )
+        self.flops = 4 * case.heads_q * case.head_dim * self.pairs()
+
+    def pairs(self) -> int:
+        case = self.case
+        lengths = self.lengths or [case.seqlen] * case.batch
+        if case.window >= 0:
+            return sum(
+                sum(min(row + 1, case.window + 1) for row in range(length)) for length in lengths
+            )
+        return sum(length * length // (2 if case.causal else 1) for length in lengths)
+
+
+class Fovea:
+    name = "fovea"
+
+    def __init__(self, library: Library, inputs: Inputs):
+        case = inputs.case
+        self.out = torch.empty_like(inputs.q)
+        packed = inputs.cu_seqlens if case.ragged else None
+        self._problem = library.device_problem(
+            inputs.q, inputs.k, inputs.v, self.out, case.causal, case.window, packed,
+            case.seqlen, torch.cuda.current_stream().cuda_stream,
+        )
+        self._plan = library.device_plan(self._problem)
+
+    def __call__(self):
+        self._plan.run(self._problem)
+        return self.out
+
+
+class Cudnn:
+    name = "cuDNN"
+
+    def __init__(self, inputs: Inputs):
+        case = inputs.case
+        if case.window >= 0 or case.ragged:
+            raise NotImplementedError("PyTorch offers it no windows and no packed sequences")
+        self._inputs = inputs
+
+    def __call__(self):
+        i = self._inputs
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(
+                i.q, i.k, i.v, is_causal=i.case.causal, enable_gqa=i.case.kv != i.case.heads_q
+            )
+
+
+class TorchFlash:
+    """The FlashAttention kernels inside PyTorch: all it has for windows and packed sequences."""
+
+    name = "PyTorch flash"
+
+    def __init__(self, inputs: Inputs):
+        case = inputs.case
+        if not (case.window >= 0 or case.ragged):
+            raise NotImplementedError("cuDNN is the peer")
+        self._inputs = inputs
+
+    def __call__(self):
+        i, case = self._inputs, self._inputs.case
+        if case.ragged:
+            cu = i.cu_seqlens
+            return torch.ops.aten._flash_attention_forward(
+                i.q, i.k, i.v, cu, cu, max(i.lengths), max(i.lengths), 0.0, case.causal, False
+            )[0]
+        q, k, v = (x.transpose(1, 2) for x in (i.q, i.k, i.v))
+        out = torch.ops.aten._flash_attention_forward(
+            q, k, v, None, None, case.seqlen, case.seqlen, 0.0, case.causal, False,
+            window_size_left=case.window, window_size_right=0,
+        )[0]
+        return out.transpose(1, 2)
+
+
+def engines_of(library: Library, inputs: Inputs):
+    found, missing = [Fovea(library, inputs)], []
+    for kind in (Cudnn, TorchFlash):
+        try:
+            engine = kind(inputs)
+            engine()
+            found.append(engine)
+        except NotImplementedError:
+            pass
+        except RuntimeError as error:
+            missing.append(f"{kind.name}: {str(error).splitlines()[0]}")
+    return found, missing
+
+
+def milliseconds(engine, launches: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(launches):
+        engine()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / launches
+
+
+def measure_cool(engines, rounds: int):
+    times = {engine.name: [] for engine in engines}
+    for _ in range(rounds):
+        for engine in engines:
+            torch.cuda.synchronize()
+            time.sleep(PAUSE_SECONDS)
+            times[engine.name].append(milliseconds(engine, 1))
+    return times
+
+
+def measure_warm(engines):
+    launches = {e.name: max(3, int(500 * WARM_SECONDS / milliseconds(e, 3))) for e in engines}
+    times = {engine.name: [] for engine in engines}
+    for _ in range(3):
+        for engine in engines:
+            for _ in range(launches[engine.name]):
+                engine()
+            times[engine.name].append(milliseconds(engine, launches[engine.name]))
+    return times
+
+
+def measure(library: Library, case: Case, rounds: int):
+    """The row of a case: name -> median TFLOPS; every time; the largest difference; notes."""
+    inputs = Inputs(case)
+    engines, missing = engines_of(library, inputs)
+    outputs = [engine() for engine in engines]
+    difference = max(
+        [(outputs[0].float() - other.float()).abs().max().item() for other in outputs[1:]],
+        default=float("nan"),
+    )
+    for engine in engines:
+        milliseconds(engine, 2)
+    times = measure_warm(engines) if case.warm else measure_cool(engines, rounds)
+    rates = {n: inputs.flops / statistics.median(t) * 1e-9 for n, t in times.items()}
+    return rates, times, difference, missing
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", help="names, separated by commas")
+    parser.add_argument("--list", action="store_true", help="name the cases")
+    parser.add_argument("--rounds", type=int, default=9, help="launches of each engine, cool")
+    parser.add_argument("--library", type=Path, default=ROOT / "build/bench/libfovea_bench.so")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.list:
+        print("\n".join(case.name for case in CASES))
+        return 0
+    wanted = arguments.cases.split(",") if arguments.cases else [case.name for case in CASES]
+    unknown = set(wanted) - {case.name for case in CASES}
+    if unknown:
+        sys.exit(f"gpu_peers: --cases has {', '.join(sorted(unknown))}; --list names the cases")
+    if not torch.cuda.is_available():
+        sys.exit("gpu_peers: PyTorch sees no CUDA device")
+
+    library = Library(arguments.library)
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, "
+          f"cuDNN {torch.backends.cudnn.version()}, fovea {library.version()}\n")
+    print("| case | fovea | cuDNN | PyTorch flash | ratio | floor | max diff |")
+    print("|---|---|---|---|---|---|---|")
+    everything, below = {}, []
+    for case in (case for case in CASES if case.name in wanted):
+        rates, times, difference, missing = measure(library, case, arguments.rounds)
+        everything[case.name] = times
+        peer = max((rate for name, rate in rates.items() if name != "fovea"), default=0.0)
+        ratio = rates["fovea"] / peer if peer else float("nan")
+        if not difference < TOLERANCE:
+            missing.append(f"outputs differ by {difference:.1e}")
+        if case.floor and not ratio >= case.floor:
+            below.append(case.name)
+        names = (Fovea.name, Cudnn.name, TorchFlash.name)
+        columns = [f"{rates[name]:.0f}" if name in rates else "" for name in names]
+        floor = f"{case.floor:.2f}x" if case.floor else ""
+        print(f"| {case.name} | {' | '.join(columns)} | {ratio:.2f}x | {floor} | {difference:.1e} |"
+              f"{' ' + '; '.join(missing) if missing else ''}", flush=True)
+        torch.cuda.empty_cache()
+    print(f"\nTFLOPS. Below the floor: {', '.join(below) or 'none'}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(everything, indent=1))
+    return 1 if below else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
