@@ -66,7 +66,7 @@ class Library:
     """The shared object that bench/CMakeLists.txt builds."""
 
     def __init__(self, path: Path):
-        self._lib = ctypes.CDLL(str(path))
+        self._lib = ctypes.CDLL(str(path.resolve()))
         self._lib.fovea_last_error.restype = ctypes.c_char_p
         self._lib.fovea_version.restype = ctypes.c_char_p
         self._lib.fovea_plan_run.argtypes = [

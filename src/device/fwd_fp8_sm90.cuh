@@ -191,6 +191,7 @@ struct Fp8Load {
       if (exists) publish(tile);
       index = C.persistent ? next(round) : params.tiles;
       if (exists && tile.count() > 0) load_tile(tile);
+      while (next_unused<C>(tile, params)) publish(tile);
     }
     tile.last = 1;
     publish(tile);

@@ -154,11 +154,12 @@ struct Load100 {
     int32 index = next(0);
 #pragma unroll 1
     for (int32 round = 1; index < params.tiles; ++round) {
-      const Fwd100Tile found = find_query_tiles<C>(params, index);
+      Fwd100Tile found = find_query_tiles<C>(params, index);
       index = C.persistent ? next(round) : params.tiles;
       if (!found.exists()) continue;
       const Fwd100Tile& tile = publish(found);
       if (tile.count() > 0) load_tile(tile);
+      while (next_unused<C>(found, params)) publish(found);
     }
     Fwd100Tile none{};
     none.last = 1;

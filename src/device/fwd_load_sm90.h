@@ -141,6 +141,7 @@ struct Load {
       if (exists) publish(tile);
       index = C.persistent ? next(round) : params.tiles;
       if (exists && tile.count() > 0) load_tile(tile);
+      while (next_unused<C>(tile, params)) publish(tile);
     }
     tile.last = 1;
     publish(tile);
@@ -164,6 +165,7 @@ struct Gather {
   const FwdParams& params;
   const int32 warp;
   RingState<C.stages> k_state, v_state;
+  RingState<2> tile_state;
   Barrier* landing = nullptr;  // of the copies that may still be in flight
 
   // A chunk of 8 elements; those from `count` on are zero.
@@ -269,16 +271,19 @@ struct Gather {
     commit(plan.q_ring.full[0]);
   }
 
-  __forceinline__ void publish(const FwdTile& tile, int32 place) {
-    if (threadIdx.x != 0) return;
-    plan.tiles[place] = tile;
-    mbarrier_arrive(plan.tile_ring.full[place]);
+  __forceinline__ void publish(const FwdTile& tile) {
+    if (threadIdx.x == 0) {
+      plan.tile_ring.wait_free(tile_state);
+      plan.tiles[tile_state.stage] = tile;
+      mbarrier_arrive(plan.tile_ring.full[tile_state.stage]);
+    }
+    tile_state.advance();
   }
 
   __forceinline__ void run() {
     FwdTile tile = find_tile<C>(params, static_cast<int32>(blockIdx.x));
     const bool exists = tile.exists();
-    if (exists) publish(tile, 0);
+    if (exists) publish(tile);
     if (exists && tile.count() > 0) {
       load_q(tile);
       for (int32 block = tile.end - 1; block >= tile.begin - 1; --block) {
@@ -293,8 +298,9 @@ struct Gather {
       }
       settle();
     }
+    while (next_unused<C>(tile, params)) publish(tile);
     tile.last = 1;
-    publish(tile, exists ? 1 : 0);
+    publish(tile);
   }
 };
 

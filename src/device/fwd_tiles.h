@@ -165,6 +165,16 @@ __forceinline__ FwdTile find_tile(const FwdParams& params, int32 index) {
   return tile;
 }
 
+// Rows behind the last sequence, which see no keys, may be more than the blocks of a sequence: a
+// tile of theirs stands for every q_blocks-th from it on. Moves it to the next; false behind the
+// last.
+template <auto C>
+__forceinline__ bool next_unused(FwdTile& tile, const FwdParams& params) {
+  if (!C.ragged || tile.count() > 0) return false;
+  tile.q_begin += params.q_blocks * queries_per_tile<C>(params);
+  return tile.exists();
+}
+
 // The tile that this CTA takes in round r when tiles are dealt in advance. Rounds alternate in
 // direction, so that a CTA with a long tile in one has a short one in the next.
 __forceinline__ int32 tile_index(int32 round) {

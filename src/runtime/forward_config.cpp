@@ -85,7 +85,9 @@ int32 packed_queries(const Problem& p, const core::FwdConfig& c) {
 TileCount count_tiles(const Problem& p, int64 queries, int64 heads) {
   TileCount count;
   count.sequences = p.batch + (p.is_varlen_q() ? 1 : 0);
-  const int64 longest = p.is_varlen_q() ? std::max(p.seqlen_q, p.total_q - p.seqlen_q) : p.seqlen_q;
+  // With rows behind the last sequence and no other (total_q > 0) there is one block at least.
+  const int64 longest =
+      p.is_varlen_q() && p.total_q > 0 ? std::max<int64>(p.seqlen_q, 1) : p.seqlen_q;
   count.q_blocks = core::ceil_div(longest, queries);
   count.tiles = count.q_blocks * heads * count.sequences;
   return count;
