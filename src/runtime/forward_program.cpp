@@ -23,7 +23,8 @@ class ForwardProgram final : public GpuProgram {
     kernel_->run({.problem = problem,
                   .scheduler = call.zeroed,
                   .workspace = scratch_bytes_ > 0 ? call.scratch : 0,
-                  .counters = call.counters},
+                  .counters = call.counters,
+                  .trace = {}},
                  call.stream);
   }
 
