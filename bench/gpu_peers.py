@@ -10,12 +10,12 @@ the CUDA toolkit's NVRTC.
 
 Method: bf16, standard normal inputs, 32,768 tokens and 2,048 = heads x head_dim unless the name
 says otherwise; one process, the engines take turns, one launch each a round, after two uncounted
-ones. "Cool": 5 ms of pause before every launch, so that the card stays below its power limit; the median
-of the rounds counts. "Warm": launches back to back for a quarter of a second, half of it uncounted,
-three rounds of turns; the median round counts. Times are the stream's, between two events; the GPU
-spins before the first, so that no launch waits for the host. TFLOPS:
-4 x batch x heads x pairs that the mask leaves x head_dim / time. Outputs are compared: engines that
-did not compute the same thing are no peers.
+ones. "Cool": 5 ms of pause before every launch, so that the card stays below its power limit; the
+median of the rounds counts. "Warm": launches back to back for a quarter of a second, half of it
+uncounted, three rounds of turns; the median round counts. Times are the stream's, between two
+events; the GPU spins before the first, so that no launch waits for the host. TFLOPS: 4 x batch x
+heads x pairs that the mask leaves x head_dim / time. Outputs are compared: engines that did not
+compute the same thing are no peers.
 """
 
 import argparse
