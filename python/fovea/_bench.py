@@ -59,7 +59,7 @@ def overhead(tensors: Any = None, repeat: int = 2000) -> Table:
     out = _libraries.library_of(q, "q").empty(q, q.shape)
     nothing = (None,) * 10
     call = _native.Call(
-        q, k, v, out, *nothing, 0, 0, None, False, -1, -1, 0.0, 0.0, 0, 0, 1, False, False
+        q, k, v, out, *nothing, 0, 0, None, False, -1, -1, 0.0, 0.0, 0, 0, 1, False, 0, False
     )
     best_native = best_python = float("inf")
     for _ in range(5):  # alternately, so that both see the same machine

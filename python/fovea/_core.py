@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from fovea import _libraries, _native
@@ -30,6 +31,20 @@ def with_names(error: Exception, names: dict[str, str]) -> Exception:
     """The same error with the caller's name of the argument: 'k has ...' -> 'k_cache has ...'."""
     first, separator, rest = str(error).partition(" ")
     return type(error)(names.get(first, first) + separator + rest)
+
+
+_plans: dict[Any, _native.Plan] = {}  # of GPU calls: a plan costs more than a launch
+_here = contextlib.nullcontext()
+
+
+def _on_device(library: _libraries.Library, device: int) -> Any:
+    """What makes the device the current one, as the native library expects."""
+    if library is _libraries._Torch:
+        cuda = _libraries.torch_backend.torch.cuda
+        return _here if cuda.current_device() == device else cuda.device(device)
+    import cupy
+
+    return cupy.cuda.Device(device)
 
 
 def native_attend(
@@ -67,8 +82,28 @@ def native_attend(
         )
     out = library.empty(q, out_shape)
     lse = library.empty(q, lse_shape, "float32") if need_lse else None
-    call = _native.Call(q, k, v, out, lse, *tensors, *settings, heads_first)
-    _native.attention(call, "auto", 0)
+    device = library.device(q)
+    if device is None:
+        _native.attention(
+            _native.Call(q, k, v, out, lse, *tensors, *settings, 0, heads_first), "auto", 0
+        )
+    else:
+        stream = library.stream(device)
+        call = _native.Call(q, k, v, out, lse, *tensors, *settings, stream, heads_first)
+        # Places 8 and 9 of the settings are the dropout's seed and offset, which plans leave open.
+        key = (
+            device, *(None if t is None else (t.shape, t.dtype) for t in (q, k, v, lse, *tensors)),
+            settings[:8], settings[10:], heads_first,
+        )
+        with _on_device(library, device):
+            plan = _plans.get(key)
+            if plan is None:
+                plan = _native.plan(call, "auto", 0)
+                if len(_plans) >= 1024:
+                    _plans.clear()
+                _plans[key] = plan
+            need = plan.workspace_bytes
+            plan.run(call, library.empty(q, (need,), "uint8") if need else None)
     return library.finish(out, q), None if lse is None else library.finish(lse, q)
 
 

@@ -68,6 +68,16 @@ class _Numpy:
     def finish(array: Array, like: Array) -> Array:
         return array
 
+    @staticmethod
+    def device(array: Array) -> int | None:
+        """The number of the CUDA device; None on the CPU."""
+        return None
+
+    @staticmethod
+    def stream(device: int) -> int:
+        """The current stream of the device, where work goes."""
+        return 0
+
 
 class _Jax(_Numpy):
     @staticmethod
@@ -76,17 +86,38 @@ class _Jax(_Numpy):
 
         return jax.numpy.asarray(array)
 
+    @staticmethod
+    def device(array: Array) -> int | None:
+        platform = next(iter(array.devices())).platform
+        if platform != "cpu":
+            raise NotImplementedError(
+                f"q is a jax array on a {platform}; fovea computes on jax's CPU arrays, and on the "
+                "GPU with torch and cupy"
+            )
+        return None
+
 
 class _Cupy:
     @staticmethod
     def empty(like: Array, shape: Sequence[int], dtype: str | None = None) -> Array:
         import cupy
 
-        return cupy.empty(tuple(shape), like.dtype if dtype is None else dtype)
+        with like.device:
+            return cupy.empty(tuple(shape), like.dtype if dtype is None else dtype)
 
     @staticmethod
     def finish(array: Array, like: Array) -> Array:
         return array
+
+    @staticmethod
+    def device(array: Array) -> int | None:
+        return array.device.id
+
+    @staticmethod
+    def stream(device: int) -> int:
+        import cupy
+
+        return cupy.cuda.get_current_stream(device).ptr
 
 
 class _Torch:
@@ -99,6 +130,16 @@ class _Torch:
     @staticmethod
     def finish(array: Array, like: Array) -> Array:
         return array
+
+    @staticmethod
+    def device(array: Array) -> int | None:
+        return array.device.index if array.is_cuda else None
+
+    @staticmethod
+    def stream(device: int) -> int:
+        import torch
+
+        return torch._C._cuda_getCurrentRawStream(device)
 
 
 Library = type[_Numpy] | type[_Jax] | type[_Cupy] | type[_Torch]

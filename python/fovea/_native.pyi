@@ -31,6 +31,7 @@ class Call:
         dropout_offset: int,
         num_splits: int,
         deterministic: bool,
+        stream: int,
         heads_first: bool,
     ) -> None: ...
 

@@ -26,6 +26,12 @@ _defaults: dict[str, Any] = {
 }
 
 
+def _stream(q: Array) -> int:
+    library = _libraries.library_of(q, "q")
+    device = library.device(q)
+    return 0 if device is None else library.stream(device)
+
+
 def _call(arguments: dict[str, Any]) -> _native.Call:
     for name in arguments:
         if name not in _tensors and name not in _lengths and name not in _defaults:
@@ -55,6 +61,7 @@ def _call(arguments: dict[str, Any]) -> _native.Call:
         options["dropout_offset"],
         options["num_splits"],
         options["deterministic"],
+        _stream(arguments["q"]),
         layout == "bhsd",
     )
 

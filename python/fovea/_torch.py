@@ -93,8 +93,11 @@ def _backward_kernel(*arguments: Any) -> tuple[torch.Tensor, ...]:
     tensors, numbers = tuple(rest[:9]), tuple(rest[9:16])
     dropout_p, deterministic = rest[16:18]
     seed, offset = rng_state.tolist() if dropout_p else (0, 0)
+    device = _libraries._Torch.device(q)
+    stream = 0 if device is None else _libraries._Torch.stream(device)
     call = _native.Call(
-        q, k, v, out, lse, *tensors, *numbers, dropout_p, seed, offset, 0, deterministic, False
+        q, k, v, out, lse, *tensors, *numbers, dropout_p, seed, offset, 0, deterministic, stream,
+        False,
     )
     gradients = _backward_fake(*arguments)
     dq, dk, dv, dsink, dbias = gradients

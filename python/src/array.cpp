@@ -97,7 +97,6 @@ Array& Array::operator=(Array&& other) noexcept {
   device_ = other.device_;
   shape_ = other.shape_;
   strides_ = other.strides_;
-  stream_ = other.stream_;
   owner_ = std::move(other.owner_);
   buffer_ = std::exchange(other.buffer_, std::nullopt);
   managed_ = std::exchange(other.managed_, nullptr);
@@ -145,9 +144,6 @@ bool Array::take_exchange_api(nb::handle object, const char* argument) {
   try {
     if (api->tensor_from_object(object.ptr(), &tensor) != 0) throw nb::python_error();
     take(tensor, argument);
-    if (!on_host(device_) && api->current_work_stream(device_.type, device_.id, &stream_) != 0) {
-      throw nb::python_error();
-    }
   } catch (nb::python_error& error) {
     refuse_because(error, object, argument);
   }
@@ -219,8 +215,13 @@ void Array::take_capsule(nb::handle object, const char* argument, Access access)
   }
   nb::object capsule;
   try {
+    // Work goes into the caller's current stream, so that nobody has to wait: stream -1.
+    const auto device = nb::cast<nb::tuple>(object.attr("__dlpack_device__")());
+    const nb::object stream =
+        nb::cast<int>(device[0]) == dlpack::cpu ? nb::object(nb::none()) : nb::int_(-1);
     try {
-      capsule = object.attr("__dlpack__")(nb::arg("max_version") = nb::make_tuple(1, 1));
+      capsule = object.attr("__dlpack__")(nb::arg("max_version") = nb::make_tuple(1, 1),
+                                          nb::arg("stream") = stream);
     } catch (nb::python_error& error) {
       if (!error.matches(PyExc_TypeError)) throw;  // a library older than the argument
       capsule = object.attr("__dlpack__")();
@@ -309,6 +310,10 @@ std::span<const std::int32_t> to_int32(const Array& array, const char* argument,
       bits == 32 && (columns <= 1 || column_stride == 1) && (rows <= 1 || row_stride == columns);
   static constexpr std::int32_t nothing = 0;  // an empty span that is present
   if (count == 0) return {&nothing, 0};
+  if (!in_place && !on_host(array.device())) {
+    refuse(argument, "is " + dtype_name(array.dtype()) + (bits == 32 ? " with gaps" : "") +
+                         "; on a device it must be contiguous int32");
+  }
   if (in_place) {
     return {static_cast<const std::int32_t*>(array.data()), static_cast<std::size_t>(count)};
   }

@@ -36,8 +36,6 @@ class Array {
   [[nodiscard]] std::span<const std::int64_t> strides() const { return strides_; }  // in elements
   [[nodiscard]] dlpack::DataType dtype() const { return dtype_; }
   [[nodiscard]] dlpack::Device device() const { return device_; }
-  // The stream that its library queues work on; none without a device.
-  [[nodiscard]] void* stream() const { return stream_; }
 
  private:
   static constexpr std::size_t max_rank = 8;
@@ -63,7 +61,6 @@ class Array {
   dlpack::Device device_{};
   Extents shape_;
   Extents strides_;
-  void* stream_ = nullptr;
 
   nb::object owner_;
   std::optional<Py_buffer> buffer_;

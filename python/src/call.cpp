@@ -108,7 +108,7 @@ Call::Call(const std::array<nb::handle, slot_count>& tensors,
   heads_first_ = settings.heads_first;
   take_tensors(tensors);
   take_lengths(lengths);
-  check_devices();
+  take_device(settings.stream);
   problem_.max_seqlen_q = settings.max_seqlen_q;
   problem_.max_seqlen_k = settings.max_seqlen_k;
   if (settings.softmax_scale) problem_.softmax_scale = static_cast<float>(*settings.softmax_scale);
@@ -168,7 +168,7 @@ void Call::take_lengths(const std::array<nb::handle, length_slot_count>& lengths
   }
 }
 
-void Call::check_devices() const {
+void Call::take_device(std::uintptr_t stream) {
   const Array& first = arrays_[q];
   const auto check = [&](const Array& array, const char* argument) {
     if (!array.present() || device_name(array.device()) == device_name(first.device())) return;
@@ -179,10 +179,13 @@ void Call::check_devices() const {
   for (std::size_t i = 0; i < length_slot_count; ++i) {
     check(length_arrays_[i], name(static_cast<LengthSlot>(i)));
   }
-  if (first.present() && !on_host(first.device())) {
+  if (!first.present() || on_host(first.device())) return;
+  if (first.device().type != dlpack::cuda && first.device().type != dlpack::cuda_managed) {
     throw Unsupported("q is on " + device_name(first.device()) +
-                      "; this version computes on the CPU, to which q.cpu() moves it");
+                      "; fovea computes on the CPU and on CUDA devices");
   }
+  problem_.memory = Memory::device;
+  problem_.stream = reinterpret_cast<void*>(stream);
 }
 
 }  // namespace fovea::python

@@ -23,7 +23,8 @@ struct Settings {
   std::uint64_t dropout_offset = 0;
   int num_splits = 0;
   bool deterministic = false;
-  bool heads_first = false;  // tensors of rank 4 are (batch, heads, seqlen, head_dim)
+  std::uintptr_t stream = 0;  // cudaStream_t of tensors on a device
+  bool heads_first = false;   // tensors of rank 4 are (batch, heads, seqlen, head_dim)
 };
 
 // Tensors in the order Python passes them; q to out are needed.
@@ -46,6 +47,7 @@ class Call {
   Call& operator=(const Call&) = delete;
 
   [[nodiscard]] const Problem& problem() const { return problem_; }
+  [[nodiscard]] dlpack::Device device() const { return arrays_[q].device(); }
 
   // A further tensor of the layout that the one in `slot` has; absent if its array is.
   [[nodiscard]] Tensor tensor_like(Slot slot, const Array& array, const char* argument) const;
@@ -53,7 +55,7 @@ class Call {
  private:
   void take_tensors(const std::array<nb::handle, slot_count>& tensors);
   void take_lengths(const std::array<nb::handle, length_slot_count>& lengths);
-  void check_devices() const;
+  void take_device(std::uintptr_t stream);
 
   std::array<Array, slot_count> arrays_;
   std::array<Array, length_slot_count> length_arrays_;

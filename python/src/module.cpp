@@ -19,11 +19,12 @@ namespace {
 using namespace nb::literals;
 
 Device to_device(const std::string& text) {
-  for (std::uint8_t i = 0; i <= static_cast<std::uint8_t>(Device::emulated_sm100a); ++i) {
+  for (std::uint8_t i = 0; i <= static_cast<std::uint8_t>(Device::emulated_sm103a); ++i) {
     if (text == fovea::name(static_cast<Device>(i))) return static_cast<Device>(i);
   }
   throw Error("device is '" + text +
-              "'; it must be auto, cpu, cuda, emulated:sm_90a or emulated:sm_100a");
+              "'; it must be auto, cpu, cuda, emulated:sm_90a, emulated:sm_100a or "
+              "emulated:sm_103a");
 }
 
 Options to_options(const std::string& device, int threads) {
@@ -69,9 +70,10 @@ void attention_backward(const Call& call, nb::handle dout, nb::handle dlse, nb::
   Gradients gradients;
   for (std::size_t i = 0; i < alive.size(); ++i) {
     alive[i] = Array(rows[i].object, rows[i].name, rows[i].access);
-    if (alive[i].present() && !on_host(alive[i].device())) {
+    if (alive[i].present() && device_name(alive[i].device()) != device_name(call.device())) {
       throw nb::value_error((std::string(rows[i].name) + " is on " +
-                             device_name(alive[i].device()) + "; all tensors must be on one device")
+                             device_name(alive[i].device()) + " but q is on " +
+                             device_name(call.device()) + "; all tensors must be on one device")
                                 .c_str());
     }
     gradients.*rows[i].field = call.tensor_like(rows[i].like, alive[i], rows[i].name);
@@ -92,6 +94,11 @@ void run(const Plan& plan, const Call& call, nb::handle workspace) {
     if (array.rank() != 1 || array.dtype().bits != 8 ||
         (array.shape()[0] > 1 && array.strides()[0] != 1)) {
       throw nb::type_error("workspace must be one-dimensional and contiguous, in 8-bit elements");
+    }
+    if (device_name(array.device()) != device_name(call.device())) {
+      throw nb::value_error(("workspace is on " + device_name(array.device()) + " but q is on " +
+                             device_name(call.device()) + "; they must be on one device")
+                                .c_str());
     }
     bytes = {static_cast<std::byte*>(array.data()), static_cast<std::size_t>(array.shape()[0])};
   }
@@ -259,19 +266,20 @@ void bind_call(nb::module_& module) {
              std::int64_t max_seqlen_k, std::optional<double> softmax_scale, bool causal,
              std::int64_t window_left, std::int64_t window_right, double softcap, double dropout_p,
              std::uint64_t dropout_seed, std::uint64_t dropout_offset, int num_splits,
-             bool deterministic, bool heads_first) {
+             bool deterministic, std::uintptr_t stream, bool heads_first) {
             new (self) Call({q, k, v, out, lse, bias, mask, sink, alibi},
                             {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table},
                             {max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_left,
                              window_right, softcap, dropout_p, dropout_seed, dropout_offset,
-                             num_splits, deterministic, heads_first});
+                             num_splits, deterministic, stream, heads_first});
           },
           "q"_a.none(), "k"_a.none(), "v"_a.none(), "out"_a.none(), "lse"_a.none(), "bias"_a.none(),
           "mask"_a.none(), "sink"_a.none(), "alibi"_a.none(), "cu_seqlens_q"_a.none(),
           "cu_seqlens_k"_a.none(), "seqused_q"_a.none(), "seqused_k"_a.none(),
           "block_table"_a.none(), "max_seqlen_q"_a, "max_seqlen_k"_a, "softmax_scale"_a.none(),
           "causal"_a, "window_left"_a, "window_right"_a, "softcap"_a, "dropout_p"_a,
-          "dropout_seed"_a, "dropout_offset"_a, "num_splits"_a, "deterministic"_a, "heads_first"_a);
+          "dropout_seed"_a, "dropout_offset"_a, "num_splits"_a, "deterministic"_a, "stream"_a,
+          "heads_first"_a);
 }
 
 void bind(nb::module_& module) {

@@ -102,7 +102,7 @@ def test_read_only_output():
 def test_tensors_freed_early():
     call = fovea._native.Call(
         *(ones(1, 64, 4, 64) for _ in range(3)), np.empty((1, 64, 4, 64), "float32"), *(None,) * 10,
-        0, 0, None, False, -1, -1, 0.0, 0.0, 0, 0, 0, False, False,
+        0, 0, None, False, -1, -1, 0.0, 0.0, 0, 0, 0, False, 0, False,
     )
     gc.collect()
     junk = [np.full((1, 64, 4, 64), np.nan, np.float32) for _ in range(8)]
