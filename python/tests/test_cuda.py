@@ -1,0 +1,165 @@
+"""The same functions on a GPU: results like the CPU's, in the caller's stream, without waiting."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+]
+
+import fovea  # noqa: E402
+
+
+def tensors(batch=2, rows=130, keys=300, heads=8, heads_kv=2, dim=128, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return tuple(
+        torch.randn(batch, n, h, dim).to(dtype)
+        for n, h in ((rows, heads), (keys, heads_kv), (keys, heads_kv))
+    )
+
+
+def like_the_cpu(function, *inputs, **options):
+    """function on the GPU against function in fp32 on the CPU."""
+    to_gpu = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    on_gpu = function(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in inputs), **to_gpu)
+    on_cpu = function(
+        *(x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs),
+        **options,
+    )
+    pairs = zip(on_gpu, on_cpu, strict=True) if isinstance(on_gpu, tuple) else [(on_gpu, on_cpu)]
+    for one, other in pairs:
+        assert one.is_cuda
+        torch.testing.assert_close(one.float().cpu(), other.float(), atol=2e-2, rtol=2e-2)
+    return on_gpu
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": dict(causal=True),
+    "window": dict(window_size=(60, 0)),
+    "softcap": dict(softcap=5.0),
+    "scale": dict(softmax_scale=0.03),
+    "sink": dict(learnable_sink=torch.linspace(-1, 2, 8)),
+    "alibi": dict(alibi_slopes=torch.linspace(0.01, 0.1, 8)),
+    "splits": dict(num_splits=3),
+    "chunks": dict(attention_chunk=64),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_dense(option, dtype):
+    options = dict(OPTIONS[option], return_lse=True)
+    like_the_cpu(fovea.flash_attn_func, *tensors(dtype=dtype), **options)
+
+
+@pytest.mark.parametrize("dim", [40, 64, 72, 96, 256])
+def test_head_dims(dim):
+    like_the_cpu(fovea.flash_attn_func, *tensors(dim=dim), causal=True, return_lse=True)
+
+
+def test_ragged():
+    q, k, v = tensors(batch=1)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 30, 30, 130], [0, 99, 130, 300]))
+    like_the_cpu(
+        fovea.flash_attn_varlen_func, q[0], k[0], v[0], cu_q, cu_k, 100, 170, causal=True,
+        return_lse=True,
+    )
+
+
+def test_sdpa():
+    q, k, v = (x.transpose(1, 2) for x in tensors(rows=300))
+    like_the_cpu(fovea.sdpa, q, k, v, is_causal=True, enable_gqa=True)
+    mask = torch.rand(300, 300) < 0.5
+    like_the_cpu(fovea.sdpa, q, k, v, mask, enable_gqa=True)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_decoding(paged):
+    q, k_new, v_new = tensors(rows=1, keys=1)
+    angles = torch.rand(512, 32)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    shape = (16, 64, 2, 128) if paged else (2, 512, 2, 128)
+    caches = [torch.randn(shape).bfloat16() for _ in range(2)]
+    table = torch.randperm(16, dtype=torch.int32).reshape(2, 8) if paged else None
+    lengths = torch.tensor([100, 333], dtype=torch.int32)
+    results = []
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
+        held = [x.to(device, dtype, copy=True) for x in caches]
+        moved = [x.to(device, dtype) for x in (q, k_new, v_new, cos, sin)]
+        out = fovea.flash_attn_with_kvcache(
+            moved[0], *held, moved[1], moved[2], rotary_cos=moved[3], rotary_sin=moved[4],
+            cache_seqlens=lengths.to(device), causal=True,
+            page_table=None if table is None else table.to(device),
+        )
+        results.append([x.float().cpu() for x in (out, *held)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
+
+
+def test_own_stream_and_no_waiting():
+    q, k, v = (x.cuda() for x in tensors(rows=1000, keys=1000))
+    expected = fovea.flash_attn_func(q, k, v)
+    stream = torch.cuda.Stream()
+    inputs = [torch.zeros_like(x) for x in (q, k, v)]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        for mine, other in zip(inputs, (q, k, v), strict=True):
+            mine.copy_(other)
+        start = time.perf_counter()
+        out = fovea.flash_attn_func(*inputs)
+        elapsed = time.perf_counter() - start
+        assert not stream.query(), "the call waited"
+    assert elapsed < 0.05
+    stream.synchronize()
+    assert torch.equal(out, expected)
+
+
+def test_graph_replayed_with_other_lengths():
+    q, k, v = (x.cuda() for x in tensors(rows=1, keys=1024))
+    lengths = torch.ones(2, dtype=torch.int32, device="cuda")
+    run = lambda: fovea.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)  # noqa: E731
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for new in ([300, 0], [5, 1000]):
+        lengths.copy_(torch.tensor(new, dtype=torch.int32))
+        graph.replay()
+        torch.testing.assert_close(out, run())
+
+
+def test_compiles():
+    q, k, v = (x.cuda() for x in tensors())
+    compiled = torch.compile(
+        lambda q, k, v: fovea.flash_attn_func(q, k, v, causal=True) * 2, fullgraph=True,
+        backend="aot_eager",
+    )
+    torch.testing.assert_close(compiled(q, k, v), fovea.flash_attn_func(q, k, v, causal=True) * 2)
+
+
+def test_mixed_devices_and_what_a_gpu_cannot():
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match="^k is on cpu but q is on cuda:0"):
+        fovea.flash_attn_func(q.cuda(), k, v)
+    with pytest.raises(NotImplementedError):
+        fovea.flash_attn_func(*(x.cuda().float() for x in (q, k, v)))
+
+
+def test_call_overhead(capsys):
+    q, k, v = (x.cuda() for x in tensors(rows=1, keys=16))
+    fovea.flash_attn_func(q, k, v)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(2000):
+        fovea.flash_attn_func(q, k, v)
+    microseconds = (time.perf_counter() - start) / 2000 * 1e6
+    torch.cuda.synchronize()
+    with capsys.disabled():
+        print(f"\nGPU call from Python: {microseconds:.1f} us")
