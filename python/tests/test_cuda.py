@@ -27,10 +27,10 @@ def like_the_cpu(function, *inputs, **options):
     """function on the GPU against function in fp32 on the CPU."""
     to_gpu = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     on_gpu = function(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in inputs), **to_gpu)
-    on_cpu = function(
-        *(x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs),
-        **options,
+    widened = (
+        x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs
     )
+    on_cpu = function(*widened, **options)
     pairs = zip(on_gpu, on_cpu, strict=True) if isinstance(on_gpu, tuple) else [(on_gpu, on_cpu)]
     for one, other in pairs:
         assert one.is_cuda
