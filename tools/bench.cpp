@@ -12,6 +12,7 @@
 #include <cstring>
 #include <utility>
 
+#include "tools/bench_gpu.h"
 #include "tools/console.h"
 #include "tools/cpu_peak.h"
 #include "tools/json_output.h"
@@ -28,10 +29,7 @@ constexpr std::int64_t max_repeat = 1'000'000;
 constexpr std::int64_t decode_rows = 8;  // at most so many queries: reading K and V binds
 constexpr std::int64_t max_copies = 64;
 
-struct Case {
-  Shape shape;
-  ProblemOptions options;
-};
+using Case = BenchCase;
 
 struct Result {
   Case input;
@@ -41,13 +39,6 @@ struct Result {
   double kv_bytes_per_second = 0.0;  // decoding only
   double share_of_bandwidth = 0.0;
 };
-
-std::string shape_string(const Shape& s) {
-  std::string text = fmt::format("{},{},{},{},{},{}", s.batch, s.heads_q, s.heads_kv, s.seqlen_q,
-                                 s.seqlen_k, s.head_dim);
-  if (s.head_dim_v != s.head_dim) text += fmt::format(",{}", s.head_dim_v);
-  return text;
-}
 
 // K and V of a workload and copies of them, together larger than the caches when they have to be.
 class KeyRing {
@@ -129,12 +120,19 @@ class BenchCommand : public Command {
     return decided ? std::vector<bool>{options_.causal} : std::vector<bool>{false, true};
   }
 
+  [[nodiscard]] bool is_gpu() const {
+    return options_.run.device != Device::automatic && options_.run.device != Device::cpu;
+  }
+  void execute_on_gpu(JsonOutput& json) const;
+
   ProblemOptions options_;
   std::string grid_;
   std::vector<std::int64_t> head_dims_, seqlens_;
   std::int64_t batch_ = 1;
   std::vector<std::int64_t> heads_;
   int repeat_ = 0;
+  bool sweep_ = false;
+  bool ablate_ = false;
   bool backward_ = false;
 };
 
@@ -169,6 +167,11 @@ BenchCommand::BenchCommand(CLI::App* app) : Command(app) {
          repeat_ = static_cast<int>(parse_integer("--repeat", t, 1, max_repeat));
        });
   app->add_flag("--backward", backward_, "Time the backward pass, its FLOPs those of five products")
+      ->disable_flag_override();
+  app->add_flag("--sweep", sweep_, "On a GPU: every legal configuration, beside the model's time")
+      ->disable_flag_override();
+  app->add_flag("--ablate", ablate_,
+                "On a GPU: each switch of the schedule off in turn, and every softmax policy")
       ->disable_flag_override();
   add_problem_options(*app, options_);
 }
@@ -233,14 +236,14 @@ void BenchCommand::add_own_grid(std::vector<Case>& list, DType dtype) const {
 
 std::vector<Case> BenchCommand::cases() const {
   const bool own = !head_dims_.empty() || !seqlens_.empty() || !heads_.empty() || batch_ != 1;
-  const std::string grid = !grid_.empty() ? grid_ : own ? "" : "cpu";
+  const std::string grid = !grid_.empty() ? grid_ : own ? "" : is_gpu() ? "paper" : "cpu";
   if (grid == "cpu" && own) {
     throw Error("--grid cpu has fixed shapes; leave it out to use --d, --seqs, --heads or --batch");
   }
   if (!grid.empty() && (!heads_.empty() || batch_ != 1)) {
     throw Error(fmt::format("--grid {} sets batch and heads; leave out --batch and --heads", grid));
   }
-  std::vector<DType> dtypes = {options_.dtype.value_or(DType::f32)};
+  std::vector<DType> dtypes = {options_.dtype.value_or(is_gpu() ? DType::bf16 : DType::f32)};
   if (grid == "cpu" && !options_.dtype) dtypes.push_back(DType::bf16);
   std::vector<Case> list;
   for (const DType dtype : dtypes) {
@@ -342,8 +345,26 @@ Json BenchCommand::to_json(const std::vector<Result>& results, const CpuPeaks& p
           {"results", rows}};
 }
 
+void BenchCommand::execute_on_gpu(JsonOutput& json) const {
+  if (options_.run.device != Device::cuda) {
+    throw Error(
+        fmt::format("bench times a chip, and {} is emulated; use --device cuda, or explain "
+                    "--gpu for what the model expects",
+                    fovea::name(options_.run.device)));
+  }
+  if (backward_) throw Error("bench --backward times the CPU; leave out --device cuda");
+  if (sweep_ && ablate_) throw Error("--sweep and --ablate are two tables; give one of them");
+  const GpuBench what = sweep_ ? GpuBench::sweep : ablate_ ? GpuBench::ablate : GpuBench::choice;
+  json.write(bench_gpu(cases(), what, repeat_, options_.quiet || json.on_standard_output()));
+}
+
 int BenchCommand::execute() {
   JsonOutput json(options_.json);
+  if (is_gpu()) {
+    execute_on_gpu(json);
+    return exit_good;
+  }
+  if (sweep_ || ablate_) throw Error("--sweep and --ablate measure a GPU; add --device cuda");
   const std::vector<Case> list = cases();
   // What is wrong with a case is said before the first one runs.
   for (const Case& entry : list) {

@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "fovea/device.hpp"
 #include "tools/json_output.h"
 #include "tools/program.h"
 #include "tools/workload.h"
@@ -22,13 +23,25 @@ class ExplainCommand : public Command {
         "b,hq,hkv,sq,sk,d[,dv]: batch, heads of q and of k and v, lengths, head dimensions")
         ->type_name("SHAPE")
         ->required();
+    app->add_option("--gpu", gpu_, "Ask for a chip that need not be here: h100, h200, b200 or b300")
+        ->type_name("CHIP");
     add_problem_options(*app, options_);
   }
 
   int execute() override {
     JsonOutput json(options_.json);
-    options_.dtype = options_.dtype.value_or(DType::f32);
+    options_.dtype = options_.dtype.value_or(gpu_.empty() ? DType::f32 : DType::bf16);
     const Workload workload = make_workload(shape_, options_);
+    if (!gpu_.empty()) {
+      const std::string text = explain(workload.problem, options_.run, gpu_);
+      if (!options_.quiet && !json.on_standard_output()) fmt::print("{}", text);
+      json.write({{"command", "explain"},
+                  {"shape", shape_text_},
+                  {"problem", describe(options_)},
+                  {"gpu", gpu_},
+                  {"explanation", text}});
+      return exit_good;
+    }
     const Plan chosen = plan(workload.problem, options_.run);
     const std::string text = chosen.explain();
     if (!options_.quiet && !json.on_standard_output()) {
@@ -47,6 +60,7 @@ class ExplainCommand : public Command {
   ProblemOptions options_;
   std::string shape_text_;
   Shape shape_;
+  std::string gpu_;
 };
 
 }  // namespace

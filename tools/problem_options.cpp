@@ -151,6 +151,13 @@ void add_problem_options(CLI::App& app, ProblemOptions& options) {
   add_common_options(app, options);
 }
 
+std::string shape_string(const Shape& s) {
+  std::string text = fmt::format("{},{},{},{},{},{}", s.batch, s.heads_q, s.heads_kv, s.seqlen_q,
+                                 s.seqlen_k, s.head_dim);
+  if (s.head_dim_v != s.head_dim) text += fmt::format(",{}", s.head_dim_v);
+  return text;
+}
+
 void apply_options(const ProblemOptions& options, Problem& problem) {
   problem.softmax_scale = options.scale;
   problem.causal = options.causal;

@@ -58,6 +58,8 @@ CLI::Option* add_text_option(CLI::App& app, const std::string& name,
 [[nodiscard]] DType parse_dtype(std::string_view what, std::string_view text);
 // "b,hq,hkv,sq,sk,d" or "b,hq,hkv,sq,sk,d,dv".
 [[nodiscard]] Shape parse_shape(std::string_view text);
+// The same as text.
+[[nodiscard]] std::string shape_string(const Shape& shape);
 // "64,128,256": positive integers.
 [[nodiscard]] std::vector<std::int64_t> parse_extents(std::string_view what, std::string_view text);
 

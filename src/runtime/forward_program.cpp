@@ -2,6 +2,7 @@
 
 #include "runtime/devices.h"
 #include "runtime/forward_gpu.h"
+#include "runtime/forward_tuning.h"
 #include "runtime/plan.h"
 #include "runtime/text.h"
 
@@ -20,12 +21,12 @@ class ForwardProgram final : public GpuProgram {
   std::size_t scratch_bytes() const override { return scratch_bytes_; }
 
   void run(const core::Problem& problem, const GpuCall& call) const override {
-    kernel_->run({.problem = problem,
-                  .scheduler = call.zeroed,
-                  .workspace = scratch_bytes_ > 0 ? call.scratch : 0,
-                  .counters = call.counters,
-                  .trace = {}},
-                 call.stream);
+    ForwardCall launch;
+    launch.problem = problem;
+    launch.scheduler = call.zeroed;
+    launch.workspace = scratch_bytes_ > 0 ? call.scratch : 0;
+    launch.counters = call.counters;
+    kernel_->run(launch, call.stream);
   }
 
   std::string explain() const override {
@@ -55,8 +56,9 @@ std::shared_ptr<const GpuProgram> prepare(const core::Problem& problem, Device& 
                                           const Options& options) {
   static auto* const kernels = new SharedPrograms<ForwardKernel>;
   const DeviceProperties& chip = device.properties();
-  const ForwardConfig config =
+  ForwardConfig config =
       choose_forward(problem, softmax_policy(options.softmax), chip.arch, chip.sm_count);
+  override_forward(config, options.configuration);
   auto kernel = kernels->get(device, forward_text(config),
                              [&] { return std::make_shared<const ForwardKernel>(device, config); });
   return std::make_shared<const ForwardProgram>(

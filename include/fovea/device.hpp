@@ -1,0 +1,88 @@
+// Memory and time of the devices that fovea computes on, for programs that have no CUDA of their
+// own, and the configurations that a plan chooses from. Everything here is for measuring and for
+// small programs; an engine passes its own pointers and streams in a Problem.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fovea/fovea.hpp"
+
+namespace fovea {
+
+struct DeviceInfo {
+  std::string name;
+  std::string arch;  // what kernels are compiled for: "sm_90a"
+  int multiprocessors = 0;
+  double peak_tflops_16bit = 0.0;  // dense products with fp32 sums, by the data sheet; 0: unknown
+};
+
+// Device::cuda or an emulated one. Throws Unsupported where there is none.
+[[nodiscard]] DeviceInfo device_info(Device device);
+
+// Waits for everything that was put into any stream of the device.
+void synchronize(Device device);
+
+// Device memory that frees itself.
+class DeviceMemory {
+ public:
+  DeviceMemory(Device device, std::size_t bytes);
+  ~DeviceMemory();
+  DeviceMemory(DeviceMemory&&) noexcept;
+  DeviceMemory& operator=(DeviceMemory&&) noexcept;
+
+  [[nodiscard]] std::byte* data() const;  // an address of the device
+  [[nodiscard]] std::size_t bytes() const;
+  // Both wait until the bytes have arrived.
+  void upload(const void* source, std::size_t count);
+  void download(void* target, std::size_t count) const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+// Time between two points of the default stream.
+class DeviceTimer {
+ public:
+  explicit DeviceTimer(Device device);
+  ~DeviceTimer();
+  DeviceTimer(const DeviceTimer&) = delete;
+  DeviceTimer& operator=(const DeviceTimer&) = delete;
+
+  void start();
+  void stop();
+  [[nodiscard]] double milliseconds() const;  // waits for stop()
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+// One way to run a problem on a GPU.
+struct Configuration {
+  std::string text;          // for Options::configuration
+  double model_ms = 0.0;     // what the model of the chip says it takes
+  std::string binding;       // the unit that takes longest: "tensor cores"
+  bool chosen = false;       // what a plan takes by itself
+  std::string refusal = {};  // why it cannot be; empty when it can
+};
+
+// The configurations of the kernel that computes the problem on a chip: "h100", "h200", "b200",
+// "b300", none of which needs to be here, ordered by the model's time, refused ones last. Throws
+// Error for another name, Unsupported when no kernel of the chip computes the problem.
+[[nodiscard]] std::vector<Configuration> configurations(const Problem& problem,
+                                                        const Options& options,
+                                                        std::string_view chip);
+
+// The same as text: the choice, the candidates with their times, the cycles of each unit.
+[[nodiscard]] std::string explain(const Problem& problem, const Options& options,
+                                  std::string_view chip);
+
+// The configuration a plan for a GPU takes, and each of its schedule's switches off in turn.
+[[nodiscard]] std::vector<std::string> ablations(const Problem& problem, const Options& options,
+                                                 std::string_view chip);
+
+}  // namespace fovea

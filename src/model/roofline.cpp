@@ -1,0 +1,71 @@
+#include "model/roofline.h"
+
+#include <algorithm>
+
+#include "core/mask.h"
+
+namespace fovea::model {
+
+namespace {
+
+using core::int64;
+
+constexpr double tensor_share = 0.985;
+constexpr double softmax_share = 0.95;
+// First and last step of a tile overlap nothing, and its output is written: from the times of
+// sequences of 512 to 2048 keys on an H200.
+constexpr double tile_cycles = 2500.0;
+
+}  // namespace
+
+StepCycles forward_step(const Gpu& gpu, const ForwardShape& s) {
+  const auto rows = static_cast<double>(s.rows);
+  const auto keys = static_cast<double>(s.keys);
+  const auto d = static_cast<double>(s.head_dim);
+  const auto dv = static_cast<double>(s.head_dim_v);
+  const double products = rows / static_cast<double>(s.tile_rows);
+  const double operand_bytes = (static_cast<double>(s.tile_rows) * d + keys * d + keys * dv) * 2;
+  return {.tensor = 2 * rows * keys * (d + dv) / gpu.tensor_flops,
+          .exponential = rows * keys * s.special_share / gpu.exponentials,
+          .issue = rows * keys / 32 * s.instructions / gpu.warp_instructions,
+          .shared = products * operand_bytes / gpu.shared_bytes,
+          .copy = keys * (d + dv) * 2 / gpu.l2_bytes};
+}
+
+double StepCycles::bound() const {
+  return std::max({tensor / tensor_share, (exponential + issue) / softmax_share, shared, copy});
+}
+
+std::string_view StepCycles::binding() const {
+  const double most = bound();
+  if (most == tensor / tensor_share) return "tensor cores";
+  if (most == shared) return "shared memory";
+  if (most == copy) return "copies from L2";
+  return exponential >= issue ? "exponentials" : "instruction issue";
+}
+
+double forward_ms(const Gpu& gpu, const ForwardShape& shape, const core::Problem& p) {
+  const int64 q_tiles = core::ceil_div(p.seqlen_q, shape.rows);
+  const int64 heads = p.batch * p.heads_q;
+  int64 steps = 0;
+  int64 longest = 0;
+  for (int64 t = 0; t < q_tiles; ++t) {
+    const core::BlockRange blocks =
+        core::block_range(p.window, p.seqlen_q, p.seqlen_k, t * shape.rows,
+                          std::min(p.seqlen_q, (t + 1) * shape.rows), shape.keys);
+    steps += blocks.end - blocks.begin;
+    longest = std::max(longest, blocks.end - blocks.begin);
+  }
+  const double step = forward_step(gpu, shape).bound();
+  const auto total = static_cast<double>(heads) * (static_cast<double>(steps) * step +
+                                                   static_cast<double>(q_tiles) * tile_cycles);
+  // Tiles of unequal length pack well when dealt longest first; the last of them shows.
+  const double last = static_cast<double>(longest) * step + tile_cycles;
+  const double waves = static_cast<double>(core::ceil_div(heads * q_tiles, gpu.sm_count));
+  const double balanced = total / gpu.sm_count;
+  const bool equal = longest * q_tiles == steps;
+  const double cycles = equal ? waves * last : std::max(balanced + last / 2, last);
+  return cycles / (gpu.clock_ghz * 1e6);
+}
+
+}  // namespace fovea::model

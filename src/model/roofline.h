@@ -1,0 +1,43 @@
+// What the forward pass takes on a chip, from the cycles that each unit needs.
+//
+// A step is a tile of query rows against a block of keys. Units work side by side, but for what
+// counters show on an H200 (docs/kernels/fwd_sm90.md): tensor cores reach 98 % of their rate within
+// a tile, and a warp exponentiates and issues its other instructions one after the other, at 95 %
+// of the two units' rates.
+#pragma once
+
+#include <string_view>
+
+#include "core/types.h"
+#include "model/hardware.h"
+
+namespace fovea::model {
+
+struct ForwardShape {
+  core::int64 rows = 128;      // of a tile
+  core::int64 tile_rows = 64;  // that one product takes: its operands are read once for each
+  core::int64 keys = 128;      // of a step
+  core::int64 head_dim = 128;
+  core::int64 head_dim_v = 128;
+  double special_share = 1.0;  // of the exponentials, by the special function unit
+  double instructions = 2.8;   // of a warp, for 32 scores
+};
+
+// Cycles of one step, of each unit alone.
+struct StepCycles {
+  double tensor = 0.0;
+  double exponential = 0.0;
+  double issue = 0.0;
+  double shared = 0.0;
+  double copy = 0.0;
+
+  double bound() const;              // of all of them together
+  std::string_view binding() const;  // the unit that sets it
+};
+
+StepCycles forward_step(const Gpu& gpu, const ForwardShape& shape);
+
+// Milliseconds of a problem: its tiles, dealt over the multiprocessors, and their steps.
+double forward_ms(const Gpu& gpu, const ForwardShape& shape, const core::Problem& problem);
+
+}  // namespace fovea::model

@@ -1,0 +1,316 @@
+#include "runtime/forward_tuning.h"
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+
+#include "core/config_sm100.h"
+#include "fovea/device.hpp"
+#include "runtime/plan.h"
+#include "runtime/problem.h"
+#include "runtime/staging.h"
+#include "runtime/text.h"
+
+namespace fovea::runtime {
+
+namespace {
+
+using core::Fwd100Config;
+using core::FwdConfig;
+using core::int32;
+
+template <typename Config>
+struct Field {
+  std::string_view name;
+  int32 Config::*number = nullptr;
+  bool Config::*flag = nullptr;
+  bool schedule = false;  // a switch of the schedule: results do not depend on it
+
+  int32 get(const Config& c) const { return number != nullptr ? c.*number : int32{c.*flag}; }
+  void set(Config& c, int32 value) const {
+    if (number != nullptr) c.*number = value;
+    if (flag != nullptr) c.*flag = value != 0;
+  }
+};
+
+constexpr std::array<Field<FwdConfig>, 7> fields_of(const FwdConfig*) {
+  return {{{"warpgroups", &FwdConfig::warpgroups},
+           {"tile_k", &FwdConfig::tile_k},
+           {"stages", &FwdConfig::stages},
+           {"out_apart", nullptr, &FwdConfig::out_apart, true},
+           {"persistent", nullptr, &FwdConfig::persistent, true},
+           {"ping_pong", nullptr, &FwdConfig::ping_pong, true},
+           {"overlap", nullptr, &FwdConfig::overlap, true}}};
+}
+
+constexpr std::array<Field<Fwd100Config>, 7> fields_of(const Fwd100Config*) {
+  return {{{"query_tiles", &Fwd100Config::query_tiles},
+           {"stages", &Fwd100Config::stages},
+           {"first_part", &Fwd100Config::first_part},
+           {"polynomial", &Fwd100Config::polynomial},
+           {"polynomial_degree", &Fwd100Config::polynomial_degree},
+           {"out_apart", nullptr, &Fwd100Config::out_apart, true},
+           {"persistent", nullptr, &Fwd100Config::persistent, true}}};
+}
+
+template <typename Config>
+constexpr auto fields() {
+  return fields_of(static_cast<const Config*>(nullptr));
+}
+
+template <typename Config>
+void set_field(Config& config, std::string_view name, std::string_view value) {
+  std::string known;
+  for (const auto& field : fields<Config>()) {
+    known += (known.empty() ? "" : ", ") + std::string(field.name);
+    if (field.name != name) continue;
+    int32 number = 0;
+    const auto parsed = std::from_chars(value.data(), value.data() + value.size(), number);
+    require(parsed.ec == std::errc() && parsed.ptr == value.data() + value.size() && number >= 0 &&
+                (field.flag == nullptr || number <= 1),
+            "configuration gives ", name, " the value '", value, "'; it must be ",
+            field.flag != nullptr ? "0 or 1" : "a number from 0 on");
+    field.set(config, number);
+    return;
+  }
+  throw Error(text("configuration names '", name, "'; this kernel has ", known));
+}
+
+// Registers of a thread that addresses and loop state take, beside a tile: FlashAttention-3's tile
+// table fits 24 with two computing warpgroups and 32 with three.
+constexpr int32 other_registers(const FwdConfig& c) { return c.warpgroups == 3 ? 32 : 24; }
+
+std::string objection(const FwdConfig& c) {
+  if (c.warpgroups < 2 || c.warpgroups > 3) return "it has 2 or 3 warpgroups";
+  if (c.tile_k < 16 || c.tile_k > 256 || c.tile_k % 16 != 0) {
+    return "tile_k is a multiple of 16 in 16..256";
+  }
+  if (c.stages < 2 || c.stages > 8) return "it has 2 to 8 stages";
+  if (!c.out_apart && c.head_dim < c.head_dim_v) return "out does not fit where q was";
+  const int32 bytes = core::shared_bytes(c);
+  if (bytes > core::shared_limit_bytes) {
+    return text("it needs ", bytes, " bytes of shared memory of ", core::shared_limit_bytes);
+  }
+  const int32 room = core::consumer_registers(c) - other_registers(c);
+  if (core::tile_registers(c) > room) {
+    return text("its tile needs ", core::tile_registers(c), " registers of ", room);
+  }
+  return {};
+}
+
+std::string objection(const Fwd100Config& c) {
+  if (c.query_tiles < 1 || c.query_tiles > 2) return "it has 1 or 2 query tiles";
+  if (c.stages < 2) return "it has at least 2 stages";
+  if (c.polynomial > 16) return "polynomial counts exponentials of 16";
+  const int32 bytes = core::shared_bytes(c);
+  if (bytes > core::shared_limit_bytes) {
+    return text("it needs ", bytes, " bytes of shared memory of ", core::shared_limit_bytes);
+  }
+  return {};
+}
+
+void add_candidates(const FwdConfig& chosen, std::vector<ForwardConfig>& list) {
+  for (const int32 warpgroups : {2, 3}) {
+    for (int32 tile_k = 176; tile_k >= 48; tile_k -= 16) {
+      for (const int32 stages : {4, 3, 2}) {
+        for (const bool out_apart : {true, false}) {
+          FwdConfig c = chosen;
+          c.warpgroups = warpgroups;
+          c.tile_k = tile_k;
+          c.stages = stages;
+          c.out_apart = out_apart;
+          list.emplace_back(c);
+        }
+      }
+    }
+  }
+}
+
+void add_candidates(const Fwd100Config& chosen, std::vector<ForwardConfig>& list) {
+  for (const int32 query_tiles : {2, 1}) {
+    for (const int32 polynomial : {0, 2, 4, 6}) {
+      for (const int32 stages : {5, 4, 3, 2}) {
+        Fwd100Config c = chosen;
+        c.query_tiles = query_tiles;
+        c.polynomial = polynomial;
+        c.stages = stages;
+        list.emplace_back(c);
+      }
+    }
+  }
+}
+
+model::ForwardShape shape_of(const FwdConfig& c) {
+  // Counters of the three policies: docs/kernels/fwd_sm90.md.
+  const bool guarded = c.softmax == core::SoftmaxPolicy::sum_guard;
+  return {.rows = core::rows_of(c),
+          .tile_rows = 64,
+          .keys = c.tile_k,
+          .head_dim = c.head_dim,
+          .head_dim_v = c.head_dim_v,
+          .instructions = guarded ? 2.8 : 4.0};
+}
+
+model::ForwardShape shape_of(const Fwd100Config& c) {
+  // A polynomial of degree 3 takes about eight more instructions than the special function unit.
+  const double share = c.polynomial / 16.0;
+  return {.rows = core::rows_of(c),
+          .tile_rows = 128,
+          .keys = c.tile_k,
+          .head_dim = c.head_dim,
+          .head_dim_v = c.head_dim_v,
+          .special_share = 1.0 - share,
+          .instructions = 2.8 + 8.0 * share};
+}
+
+}  // namespace
+
+void override_forward(ForwardConfig& config, std::string_view text_given) {
+  if (text_given.empty()) return;
+  std::string_view rest = text_given;
+  while (!rest.empty()) {
+    const std::size_t comma = std::min(rest.find(','), rest.size());
+    const std::string_view entry = rest.substr(0, comma);
+    rest.remove_prefix(std::min(comma + 1, rest.size()));
+    const std::size_t equals = entry.find('=');
+    require(equals != std::string_view::npos, "configuration has '", entry,
+            "'; it is a list of name=value");
+    std::visit([&](auto& c) { set_field(c, entry.substr(0, equals), entry.substr(equals + 1)); },
+               config);
+  }
+  const std::string fault = forward_objection(config);
+  require(fault.empty(), "configuration is ", text_given, ", but ", fault);
+}
+
+std::string forward_fields(const ForwardConfig& config) {
+  return std::visit(
+      [](const auto& c) {
+        std::string result;
+        for (const auto& field : fields<std::decay_t<decltype(c)>>()) {
+          result += text(result.empty() ? "" : ",", field.name, "=", field.get(c));
+        }
+        return result;
+      },
+      config);
+}
+
+std::string forward_objection(const ForwardConfig& config) {
+  return std::visit([](const auto& c) { return objection(c); }, config);
+}
+
+model::ForwardShape forward_shape(const ForwardConfig& config) {
+  return std::visit([](const auto& c) { return shape_of(c); }, config);
+}
+
+std::vector<ForwardConfig> forward_candidates(const ForwardConfig& chosen) {
+  std::vector<ForwardConfig> list;
+  std::visit([&](const auto& c) { add_candidates(c, list); }, chosen);
+  if (std::ranges::find(list, chosen) == list.end()) list.push_back(chosen);
+  return list;
+}
+
+std::vector<ForwardConfig> forward_ablations(const ForwardConfig& chosen) {
+  std::vector<ForwardConfig> list{chosen};
+  std::visit(
+      [&](const auto& c) {
+        for (const auto& field : fields<std::decay_t<decltype(c)>>()) {
+          if (!field.schedule || field.get(c) == 0) continue;
+          auto changed = c;
+          field.set(changed, 0);
+          if (objection(changed).empty()) list.emplace_back(changed);
+        }
+      },
+      chosen);
+  return list;
+}
+
+namespace {
+
+// A problem as a chip that need not be here would get it.
+struct Target {
+  const model::Gpu& chip;
+  core::Problem problem;
+  ForwardConfig chosen;
+};
+
+Target target_for(const Problem& problem, const Options& options, std::string_view chip) {
+  const model::Gpu* gpu = model::find_gpu(chip);
+  std::string known;
+  for (const model::Gpu& each : model::gpus()) {
+    known += (known.empty() ? "" : ", ") + std::string(each.name);
+  }
+  require(gpu != nullptr, "gpu is '", chip, "'; the model knows ", known);
+  const core::Problem validated = validate(problem);
+  const Problem there = problem.memory == Memory::host ? staged_layout(problem) : problem;
+  const core::Problem seen =
+      translate(there, {validated.batch, validated.seqlen_q, validated.seqlen_k});
+  const std::vector<std::string> reasons = forward_supports(seen, gpu->arch);
+  if (!reasons.empty()) {
+    throw Unsupported(
+        text("the kernels of ", chip, " do not compute this problem: ", reasons.front()));
+  }
+  return {*gpu, seen,
+          choose_forward(seen, softmax_policy(options.softmax), gpu->arch, gpu->sm_count)};
+}
+
+}  // namespace
+
+}  // namespace fovea::runtime
+
+namespace fovea {
+
+using namespace runtime;
+
+std::vector<Configuration> configurations(const Problem& problem, const Options& options,
+                                          std::string_view chip) {
+  const Target target = target_for(problem, options, chip);
+  std::vector<Configuration> list;
+  for (const ForwardConfig& config : forward_candidates(target.chosen)) {
+    const model::ForwardShape shape = forward_shape(config);
+    list.push_back({forward_fields(config), model::forward_ms(target.chip, shape, target.problem),
+                    std::string(model::forward_step(target.chip, shape).binding()),
+                    config == target.chosen, forward_objection(config)});
+  }
+  std::ranges::stable_sort(list, [](const Configuration& a, const Configuration& b) {
+    if (a.refusal.empty() != b.refusal.empty()) return a.refusal.empty();
+    return a.model_ms < b.model_ms;
+  });
+  return list;
+}
+
+std::vector<std::string> ablations(const Problem& problem, const Options& options,
+                                   std::string_view chip) {
+  std::vector<std::string> list;
+  for (const ForwardConfig& config : forward_ablations(target_for(problem, options, chip).chosen)) {
+    list.push_back(forward_fields(config));
+  }
+  return list;
+}
+
+std::string explain(const Problem& problem, const Options& options, std::string_view chip) {
+  const Target target = target_for(problem, options, chip);
+  const model::StepCycles step = model::forward_step(target.chip, forward_shape(target.chosen));
+  std::string result =
+      text("gpu        ", target.chip.name, ", ", target.chip.sm_count, " multiprocessors, ",
+           target.chip.arch, "\nsources    ", target.chip.sources, "\nchosen     ",
+           forward_fields(target.chosen), "\nmodel      ",
+           model::forward_ms(target.chip, forward_shape(target.chosen), target.problem),
+           " ms, bound by ", step.binding(), "\nstep       ", step.tensor,
+           " cycles of tensor cores, ", step.exponential, " exponentials, ", step.issue, " issue, ",
+           step.shared, " shared memory, ", step.copy, " copies from L2\n");
+  constexpr std::size_t shown = 8;
+  std::size_t refused = 0;
+  std::size_t listed = 0;
+  for (const Configuration& c : configurations(problem, options, chip)) {
+    if (!c.refusal.empty()) {
+      if (refused++ < shown / 2) result += text("not        ", c.text, ": ", c.refusal, "\n");
+    } else if (listed++ < shown) {
+      result += text("candidate  ", c.text, ": ", c.model_ms, " ms, ", c.binding,
+                     c.chosen ? ", chosen\n" : "\n");
+    }
+  }
+  return result +
+         text("of         ", listed, " legal configurations and ", refused, " without room\n");
+}
+
+}  // namespace fovea

@@ -1,0 +1,27 @@
+// fovea bench on a GPU: times by the device's own clock, of a chip at rest and of one kept busy.
+#pragma once
+
+#include <vector>
+
+#include "tools/json_output.h"
+#include "tools/problem_options.h"
+
+namespace fovea::tools {
+
+struct BenchCase {
+  Shape shape;
+  ProblemOptions options;
+};
+
+enum class GpuBench : std::uint8_t {
+  choice,  // what a plan takes
+  sweep,   // every configuration that the chip has room for, beside the model's time
+  ablate   // each switch of the schedule off in turn, and every softmax policy
+};
+
+// Prints tables unless quiet, and gives the same as JSON. `repeat` launches with a pause before
+// each, 0: seven.
+[[nodiscard]] Json bench_gpu(const std::vector<BenchCase>& cases, GpuBench what, int repeat,
+                             bool quiet);
+
+}  // namespace fovea::tools
