@@ -39,6 +39,7 @@ Program::Program() : app_("Exact attention as fast as the chip allows.", "fovea"
   app_.get_formatter()->column_width(28);
   commands_.push_back(add_run(app_));
   commands_.push_back(add_check(app_));
+  commands_.push_back(add_accuracy(app_));
   commands_.push_back(add_bench(app_));
   commands_.push_back(add_explain(app_));
   commands_.push_back(add_info(app_));

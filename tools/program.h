@@ -38,6 +38,7 @@ class Command {
 // Each adds its command to the program.
 [[nodiscard]] std::unique_ptr<Command> add_run(CLI::App& program);
 [[nodiscard]] std::unique_ptr<Command> add_check(CLI::App& program);
+[[nodiscard]] std::unique_ptr<Command> add_accuracy(CLI::App& program);
 [[nodiscard]] std::unique_ptr<Command> add_bench(CLI::App& program);
 [[nodiscard]] std::unique_ptr<Command> add_explain(CLI::App& program);
 [[nodiscard]] std::unique_ptr<Command> add_info(CLI::App& program);

@@ -22,7 +22,6 @@
 #pragma once
 
 #include "core/config.h"
-#include "core/dropout.h"
 #include "core/mask.h"
 
 namespace fovea::core {
@@ -33,10 +32,6 @@ inline constexpr int32 scale_block_slack = 8;  // blocks readable behind the las
 // Columns of the codes of q and k: whole steps of the 8-bit products.
 constexpr int32 fp8_columns(int32 head_dim) { return round_up(head_dim, 32); }
 
-// The rotation works on blocks of this many columns: the largest power of two that divides the
-// padded width, 32 at least. 128 -> 128, 96 -> 32, 80 (padded to 96) -> 32.
-constexpr int32 rotation_block(int32 columns) { return columns & -columns; }
-
 constexpr int32 block_offset(int32 first_row, int32 sequence) {
   return first_row / scale_block + sequence;
 }
@@ -46,17 +41,6 @@ constexpr int32 block_offset(int32 first_row, int32 sequence) {
 // are its places 4q .. 4q+3 (device/tile.h: WgmmaAccumulator, WgmmaOperandA8).
 constexpr int32 value_key(int32 slot) { return 2 * (slot / 4) + slot % 2 + 8 * ((slot / 2) % 2); }
 constexpr int32 value_slot(int32 key) { return 4 * ((key % 8) / 2) + key % 2 + 2 * (key / 8); }
-
-// The smallest power of two s with largest / s <= 448; 1 for a block of zeros.
-constexpr float block_scale(float largest) {
-  if (!(largest > 0.0f)) return 1.0f;
-  // 448 = 1.75 x 2^8: the exponent of largest / 448, rounded up.
-  const uint32 bits = bits_of(largest);
-  const int32 exponent =
-      static_cast<int32>(bits >> 23) - 127 - 8 + ((bits & 0x7fffffu) > 0x600000u ? 1 : 0);
-  const int32 kept = exponent < -126 ? -126 : exponent;
-  return float_of(static_cast<uint32>(kept + 127) << 23);
-}
 
 // What an unmasked score of the block costs nothing extra: the scale of k goes into the factor of
 // the exponential's multiply-add, that of v into its addend, 2^(t - m) s = 2^(t - m + log2 s), and
@@ -87,52 +71,6 @@ struct QuantizeOptions {
   uint64 seed = 0;     // of the rotation's signs; the same for q and k
 };
 
-// ---- Rotation -----------------------------------------------------------------------------------
-
-// A sign for each of up to 256 columns: bit i % 32 of word i / 32 set means negative.
-struct RotationSigns {
-  uint32 word[8] = {};
-};
-
-constexpr RotationSigns rotation_signs(uint64 seed) {
-  RotationSigns signs;
-  for (int32 half = 0; half < 2; ++half) {
-    const Philox4 random = philox4x32({{static_cast<uint32>(half), 0x68616461u, 0, 0}},
-                                      static_cast<uint32>(seed), static_cast<uint32>(seed >> 32));
-    for (int32 i = 0; i < 4; ++i) signs.word[4 * half + i] = random.word[i];
-  }
-  return signs;
-}
-
-constexpr float signed_by(const RotationSigns& signs, int32 column, float value) {
-  const uint32 sign = (signs.word[column / 32] >> (column % 32)) & 1u;
-  return float_of(bits_of(value) ^ (sign << 31));
-}
-
-// What makes the butterflies of a block a rotation: 1 / sqrt(block).
-constexpr float rotation_norm(int32 block) {
-  switch (block) {
-    case 32: return 0.17677669529663688f;
-    case 64: return 0.125f;
-    case 128: return 0.08838834764831845f;
-    default: return 0.0625f;
-  }
-}
-
-// The Hadamard transform of `block` values, without the norm. Strides ascend; kernels keep to the
-// same order, so that results agree to the bit.
-constexpr void hadamard(float* x, int32 block) {
-  for (int32 stride = 1; stride < block; stride *= 2) {
-    for (int32 i = 0; i < block; ++i) {
-      if ((i & stride) != 0) continue;
-      const float a = x[i];
-      const float b = x[i + stride];
-      x[i] = a + b;
-      x[i + stride] = a - b;
-    }
-  }
-}
-
 // ---- Extents ------------------------------------------------------------------------------------
 
 // Extents of the quantised operands of a problem; each tensor is contiguous.
@@ -154,13 +92,12 @@ constexpr int64 scale_blocks(int64 rows, int64 sequences, bool packed) {
   return packed ? rows / scale_block + sequences + 1 : ceil_div(rows, scale_block);
 }
 
-// total_k: rows of k and v in all (varlen only).
-constexpr Fp8Layout fp8_layout(const Problem& p, int64 total_k) {
+constexpr Fp8Layout fp8_layout(const Problem& p) {
   Fp8Layout l;
   l.batches_q = p.is_varlen_q() ? 1 : p.batch;
   l.batches_k = p.is_varlen_k() ? 1 : p.batch;
   l.rows_q = p.is_varlen_q() ? p.total_q : p.seqlen_q;
-  l.rows_k = p.is_varlen_k() ? total_k : p.seqlen_k;
+  l.rows_k = p.is_varlen_k() ? p.total_k : p.seqlen_k;
   l.heads_q = p.heads_q;
   l.heads_kv = p.heads_kv;
   l.columns = fp8_columns(p.head_dim);
@@ -195,6 +132,10 @@ struct QuantizeConfig {
 
 inline constexpr int32 quantize_rows = 128;     // of a CTA: four blocks
 inline constexpr int32 quantize_threads = 512;  // four for each row
+
+constexpr int32 quantize_shared_bytes(const QuantizeConfig& c) {
+  return 64 + (c.transpose ? quantize_rows * round_up(c.columns, 128) : 4);
+}
 
 // One of q, k and v. The codes lie as at the top of this file says.
 struct QuantizeParams {

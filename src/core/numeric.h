@@ -109,6 +109,71 @@ constexpr uint8 float_to_e5m2(float value) {
   return static_cast<uint8>(sign | code);
 }
 
+// ---- Block scales and rotation: core/fp8.h says what for ----------------------------------------
+
+// The smallest power of two s with largest / s <= 448; 1 for a block of zeros.
+constexpr float block_scale(float largest) {
+  if (!(largest > 0.0f)) return 1.0f;
+  // 448 = 1.75 x 2^8: the exponent of largest / 448, rounded up.
+  const uint32 bits = bits_of(largest);
+  const int32 exponent =
+      static_cast<int32>(bits >> 23) - 127 - 8 + ((bits & 0x7fffffu) > 0x600000u ? 1 : 0);
+  const int32 kept = exponent < -126 ? -126 : exponent;
+  return float_of(static_cast<uint32>(kept + 127) << 23);
+}
+
+// The rotation works on blocks of this many columns: the largest power of two that divides the
+// padded width, 32 at least. 128 -> 128, 96 -> 32, 80 (padded to 96) -> 32.
+constexpr int32 rotation_block(int32 columns) { return columns & -columns; }
+
+// A sign for each of up to 256 columns: bit i % 32 of word i / 32 set means negative.
+struct RotationSigns {
+  uint32 word[8] = {};
+};
+
+constexpr RotationSigns rotation_signs(uint64 seed) {
+  RotationSigns signs;
+  for (int32 i = 0; i < 4; ++i) {
+    // SplitMix64 (Steele, Lea, Flood 2014).
+    uint64 x = seed + static_cast<uint64>(i + 1) * 0x9e3779b97f4a7c15ull;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    x ^= x >> 31;
+    signs.word[2 * i] = static_cast<uint32>(x);
+    signs.word[2 * i + 1] = static_cast<uint32>(x >> 32);
+  }
+  return signs;
+}
+
+constexpr float signed_by(const RotationSigns& signs, int32 column, float value) {
+  const uint32 sign = (signs.word[column / 32] >> (column % 32)) & 1u;
+  return float_of(bits_of(value) ^ (sign << 31));
+}
+
+// What makes the butterflies of a block a rotation: 1 / sqrt(block).
+constexpr float rotation_norm(int32 block) {
+  switch (block) {
+    case 32: return 0.17677669529663688f;
+    case 64: return 0.125f;
+    case 128: return 0.08838834764831845f;
+    default: return 0.0625f;
+  }
+}
+
+// The Hadamard transform of `block` values, without the norm. Strides ascend; kernels keep to the
+// same order, so that results agree to the bit.
+constexpr void hadamard(float* x, int32 block) {
+  for (int32 stride = 1; stride < block; stride *= 2) {
+    for (int32 i = 0; i < block; ++i) {
+      if ((i & stride) != 0) continue;
+      const float a = x[i];
+      const float b = x[i + stride];
+      x[i] = a + b;
+      x[i + stride] = a - b;
+    }
+  }
+}
+
 constexpr float load_element(const void* data, DType type, int64 index) {
   switch (type) {
     case DType::f32: return static_cast<const float*>(data)[index];

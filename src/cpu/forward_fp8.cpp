@@ -1,5 +1,7 @@
 #include "cpu/forward_fp8.h"
 
+#include <omp.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -58,10 +60,49 @@ Keys decode_keys(const Problem& p, const Fp8Layout& l, const Fp8Operands& o,
   return keys;
 }
 
-// Keeps `bits` bits behind the point, towards zero.
-float truncated(float value, int32 bits) {
-  return core::float_of(core::bits_of(value) & (~0u << (23 - bits)));
-}
+// Sums as Hopper's 8-bit products do (measured: docs/kernels/fp8.md): of 32 products and the
+// accumulator, each is cut off, toward zero, `bits` bits below the leading bit of the largest. What
+// is left is added exactly and cut off the same way.
+class Accumulator {
+ public:
+  explicit Accumulator(int32 bits) : bits_(bits) {}
+
+  // sum += products; both [columns], products[32][columns].
+  void add(float* sum, const std::vector<float>& products, int64 columns) {
+    largest_.assign(sum, sum + columns);
+    for (float& x : largest_) x = std::fabs(x);
+    for (int64 i = 0; i < 32; ++i) {
+      const float* row = products.data() + i * columns;
+      for (int64 c = 0; c < columns; ++c) {
+        largest_[index(c)] = std::max(largest_[index(c)], std::fabs(row[c]));
+      }
+    }
+    units_.resize(index(columns));
+    for (int64 c = 0; c < columns; ++c) units_[index(c)] = unit(largest_[index(c)]);
+    for (int64 c = 0; c < columns; ++c) sum[c] = cut(sum[c], units_[index(c)]);
+    for (int64 i = 0; i < 32; ++i) {
+      const float* row = products.data() + i * columns;
+      for (int64 c = 0; c < columns; ++c) sum[c] += cut(row[c], units_[index(c)]);
+    }
+    for (int64 c = 0; c < columns; ++c) sum[c] = cut(sum[c], unit(sum[c]));
+  }
+
+ private:
+  // Of the last bit that is kept of a number of this size; tiny ones are left whole.
+  [[nodiscard]] float unit(float size) const {
+    const core::uint32 exponent = (core::bits_of(size) >> 23) & 0xffu;
+    const auto below = static_cast<core::uint32>(bits_);
+    return core::float_of((exponent > below ? exponent - below : 1u) << 23);
+  }
+  static float cut(float x, float unit) {
+    if (!(std::fabs(x) < infinity)) return x;
+    return static_cast<float>(static_cast<int32>(x / unit)) * unit;
+  }
+
+  int32 bits_;
+  std::vector<float> largest_;
+  std::vector<float> units_;
+};
 
 // One query row: the softmax of core/softmax.h over tiles of keys, from the last to the first.
 class Row {
@@ -74,6 +115,8 @@ class Row {
         statistics_(statistics),
         weights_(index(method.tile_k)),
         query_(index(l.columns)),
+        products_(index(int64{32} * std::max(l.columns_v, 32))),
+        accumulator_(method.accumulator_bits),
         part_(index(l.columns_v)),
         sums_(index(l.columns_v)) {}
 
@@ -85,13 +128,19 @@ class Row {
     reference_ = -infinity;
     sum_ = 0.0f;
     int32 unpromoted = 0;
+    float row_top = -infinity;
+    if (method_.unfused) row_top = normalise(keys, visible, q_scale);
     if (!visible.empty()) {
       for (int64 tile = (visible.end - 1) / method_.tile_k; tile >= visible.begin / method_.tile_k;
            --tile) {
         score(keys, visible, tile, q_scale);
         const bool whole =
             tile * method_.tile_k >= visible.begin && (tile + 1) * method_.tile_k <= visible.end;
-        exponentiate(keys, tile, whole);
+        if (method_.unfused) {
+          weigh_normalised(keys, tile, row_top);
+        } else {
+          exponentiate(keys, tile, whole);
+        }
         multiply(keys, tile);
         if (method_.promote > 0 && ++unpromoted == method_.promote) {
           promote();
@@ -124,9 +173,8 @@ class Row {
       const float* k = keys.k.data() + key * columns_;
       float dot = 0.0f;
       for (int32 step = 0; step < columns_; step += 32) {
-        float inside = 0.0f;
-        for (int32 c = step; c < step + 32; ++c) inside += query_[index(c)] * k[c];
-        dot = truncated(dot + inside, method_.accumulator_bits);
+        for (int32 c = 0; c < 32; ++c) products_[index(c)] = query_[index(step + c)] * k[step + c];
+        accumulator_.add(&dot, products_, 1);
       }
       const KeyScale& s = scale_of(keys, key);
       t = dot * (q_scale * s.k);
@@ -165,6 +213,47 @@ class Row {
       sum_ += (method_.sum_rounded_weights ? rounded : weight) * s.v_inverse;
       weight = rounded;
     }
+  }
+
+  // The maximum and the sum of the whole row; gives the maximum.
+  float normalise(const Keys& keys, core::KeyRange visible, float q_scale) {
+    float top = -infinity;
+    row_sum_ = 0.0f;
+    const int64 tiles = core::ceil_div(visible.end, method_.tile_k);
+    for (const bool summing : {false, true}) {
+      for (int64 tile = 0; tile < tiles; ++tile) {
+        score(keys, visible, tile, q_scale);
+        for (int64 i = 0; i < method_.tile_k; ++i) {
+          const float t = weights_[index(i)];
+          if (t == -infinity) continue;
+          const float logit = t - scale_of(keys, tile * method_.tile_k + i).v_log2;
+          if (summing) {
+            row_sum_ += std::exp2(logit - top);
+          } else {
+            top = std::max(top, logit);
+          }
+        }
+      }
+    }
+    return top;
+  }
+
+  // Weights of a sum of 1, rounded; v's scale is applied to the products.
+  void weigh_normalised(const Keys& keys, int64 tile, float top) {
+    for (int64 i = 0; i < method_.tile_k; ++i) {
+      float& t = weights_[index(i)];
+      if (t == -infinity) {
+        t = 0.0f;
+        continue;
+      }
+      const KeyScale& s = scale_of(keys, tile * method_.tile_k + i);
+      const float weight = std::exp2(t - s.v_log2 - top) / row_sum_;
+      const float rounded =
+          method_.round_weights ? core::e4m3_to_float(core::float_to_e4m3(weight)) : weight;
+      t = rounded / s.v_inverse;
+    }
+    sum_ = 1.0f;
+    reference_ = top + std::log2(row_sum_) + top_of(method_.softmax);
   }
 
   void to_weights() {
@@ -206,19 +295,19 @@ class Row {
   }
 
   void multiply(const Keys& keys, int64 tile) {
-    std::vector<float> inside(index(columns_v_));
     for (int64 step = 0; step < method_.tile_k; step += 32) {
-      const int64 key = tile * method_.tile_k + step;
-      std::fill(inside.begin(), inside.end(), 0.0f);
-      for (int64 i = 0; i < 32 && key + i < keys.count; ++i) {
+      const int64 first = tile * method_.tile_k + step;
+      for (int64 i = 0; i < 32; ++i) {
         const float weight = weights_[index(step + i)];
-        if (weight == 0.0f) continue;
-        const float* v = keys.v.data() + (key + i) * columns_v_;
-        for (int32 c = 0; c < columns_v_; ++c) inside[index(c)] += weight * v[c];
+        float* to = products_.data() + i * columns_v_;
+        if (weight == 0.0f || first + i >= keys.count) {
+          std::fill_n(to, columns_v_, 0.0f);
+          continue;
+        }
+        const float* v = keys.v.data() + (first + i) * columns_v_;
+        for (int32 c = 0; c < columns_v_; ++c) to[c] = weight * v[c];
       }
-      for (int32 c = 0; c < columns_v_; ++c) {
-        part_[index(c)] = truncated(part_[index(c)] + inside[index(c)], method_.accumulator_bits);
-      }
+      accumulator_.add(part_.data(), products_, columns_v_);
     }
   }
 
@@ -250,11 +339,14 @@ class Row {
   Fp8Statistics& statistics_;
   std::vector<float> weights_;
   std::vector<float> query_;
+  std::vector<float> products_;
+  Accumulator accumulator_;
   std::vector<float> part_;  // what a tensor-core accumulator holds
   std::vector<float> sums_;  // promoted
   float reference_ = -infinity;
   float sum_ = 0.0f;
   float lse_ = -infinity;
+  float row_sum_ = 0.0f;  // unfused
 };
 
 float narrowed(core::DType type, float value) {
@@ -267,9 +359,10 @@ float narrowed(core::DType type, float value) {
 
 }  // namespace
 
-ReferenceResult forward_fp8(const Problem& p, int64 total_k, const Fp8Operands& operands,
-                            const Fp8Method& method, Fp8Statistics* statistics) {
-  const Fp8Layout l = core::fp8_layout(p, total_k);
+ReferenceResult forward_fp8(const Problem& p, const Fp8Operands& operands, const Fp8Method& method,
+                            Fp8Statistics* statistics, int threads) {
+  const int team = threads > 0 ? threads : omp_get_max_threads();
+  const Fp8Layout l = core::fp8_layout(p);
   const int64 rows = l.rows_q;
   ReferenceResult result;
   result.out.assign(index(l.batches_q * rows * p.heads_q * p.head_dim_v), 0.0);
@@ -283,7 +376,7 @@ ReferenceResult forward_fp8(const Problem& p, int64 total_k, const Fp8Operands& 
     for (int64 head_kv = 0; head_kv < p.heads_kv; ++head_kv) {
       const Keys keys = decode_keys(p, l, operands, s, b, head_kv);
       const int64 group = p.group_size();
-#pragma omp parallel
+#pragma omp parallel num_threads(team)
       {
         Fp8Statistics mine;
         Row row(p, l, method, mine);

@@ -13,11 +13,14 @@ struct Fp8Method {
   core::int32 tile_k = 192;
   // Key tiles whose products one tensor-core accumulator sums before it is added in fp32; 0: all.
   core::int32 promote = 0;
-  // Mantissa bits behind the point that the tensor cores' accumulator keeps after each 32 keys,
-  // rounding toward zero: 13 on Hopper, 23 for fp32.
+  // How many bits behind the leading one the tensor cores' accumulator keeps: 13 on Hopper, 23 is
+  // fp32.
   core::int32 accumulator_bits = 13;
   bool round_weights = true;         // to e4m3
   bool sum_rounded_weights = false;  // the row sum is of rounded weights
+  // Weights are divided by the whole row's sum before they are rounded, as an unfused computation
+  // does, and so lie between 0 and 1. The softmax policy does not count.
+  bool unfused = false;
 };
 
 struct Fp8Statistics {
@@ -26,9 +29,9 @@ struct Fp8Statistics {
 };
 
 // The problem's q, k and v are not used: their codes and scales are. Masks by position, softcap,
-// sink and lengths as in the problem.
-ReferenceResult forward_fp8(const core::Problem& problem, core::int64 total_k,
-                            const Fp8Operands& operands, const Fp8Method& method,
-                            Fp8Statistics* statistics = nullptr);
+// sink and lengths as in the problem. threads = 0 takes the OpenMP default.
+ReferenceResult forward_fp8(const core::Problem& problem, const Fp8Operands& operands,
+                            const Fp8Method& method, Fp8Statistics* statistics = nullptr,
+                            int threads = 0);
 
 }  // namespace fovea::cpu

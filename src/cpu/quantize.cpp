@@ -143,9 +143,8 @@ void store_columns(const Operand& o, const Rows& rows, int64 head, int64 block, 
 
 }  // namespace
 
-void quantize(const Problem& p, int64 total_k, const QuantizeOptions& options,
-              const Fp8Operands& operands) {
-  const Fp8Layout l = core::fp8_layout(p, total_k);
+void quantize(const Problem& p, const QuantizeOptions& options, const Fp8Operands& operands) {
+  const Fp8Layout l = core::fp8_layout(p);
   const Operand q{p.q,       l.batches_q, l.rows_q,       l.heads_q, p.head_dim,
                   l.columns, l.blocks_q,  p.cu_seqlens_q, p.batch,   options.rotate};
   const Operand k{p.k,       l.batches_k, l.rows_k,       l.heads_kv, p.head_dim,

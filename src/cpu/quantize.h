@@ -17,9 +17,9 @@ struct Fp8Operands {
 
 // Quantises the problem's q, k and v, of any dtype and strides; rows that no sequence uses too. An
 // element that is not finite becomes a NaN (with rotation: its row does) and takes no part in
-// scales. total_k as in core::fp8_layout(). Every byte of the operands is written but rows outside
+// scales. Every byte of the operands is written but rows outside
 // of all sequences.
-void quantize(const core::Problem& problem, core::int64 total_k,
-              const core::QuantizeOptions& options, const Fp8Operands& operands);
+void quantize(const core::Problem& problem, const core::QuantizeOptions& options,
+              const Fp8Operands& operands);
 
 }  // namespace fovea::cpu

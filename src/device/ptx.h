@@ -307,9 +307,16 @@ __forceinline__ uint32 permute_bytes(uint32 a, uint32 b) {
   return mixed;
 }
 
-// Four at a time, first in the lowest byte.
+// cvt.rn.satfinite.e4m3x2.f32 twice, first in the lowest byte.
 __forceinline__ uint32 pack_e4m3x4(float x0, float x1, float x2, float x3) {
-  return pack_e4m3x2(x0, x1) | static_cast<uint32>(pack_e4m3x2(x2, x3)) << 16;
+  uint32 packed;
+  asm("{ .reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high}; }"
+      : "=r"(packed)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return packed;
 }
 
 // cvt.rn.f16x2.e4m3x2: exact

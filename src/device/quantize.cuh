@@ -358,8 +358,10 @@ struct Quantize {
 
 template <QuantizeConfig C>
 __device__ void quantize(const QuantizeParams& params) {
-  __shared__ __align__(16) typename Quantize<C>::Shared shared;
-  Quantize<C>{params, shared}.run();
+  extern __shared__ __align__(16) uint8 shared_memory[];
+  using Shared = typename Quantize<C>::Shared;
+  static_assert(sizeof(Shared) <= core::quantize_shared_bytes(C));
+  Quantize<C>{params, *reinterpret_cast<Shared*>(shared_memory)}.run();
 }
 
 }  // namespace fovea::device

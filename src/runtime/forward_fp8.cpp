@@ -156,7 +156,7 @@ ForwardFp8Kernel::ForwardFp8Kernel(Device& device, const FwdConfig& config, Jit&
 void ForwardFp8Kernel::run(const ForwardCall& call, const Fp8Operands& operands,
                            Stream stream) const {
   const Problem& p = call.problem;
-  const core::Fp8Layout l = core::fp8_layout(p, p.total_k);
+  const core::Fp8Layout l = core::fp8_layout(p);
   FwdFp8Params params;
   const ForwardTiles tiles = fill_forward_params(params, call, config_, device_.properties());
   if (tiles.ctas == 0) return;

@@ -128,6 +128,8 @@ void Quantizer::run(const Pass& pass, QuantizeParams params, int64 batches, Devi
                   static_cast<std::uint32_t>(params.heads);
   launch.grid.y = static_cast<std::uint32_t>(batches);
   launch.block.x = core::quantize_threads;
+  launch.dynamic_shared_bytes =
+      static_cast<std::uint32_t>(core::quantize_shared_bytes(pass.config));
   if (launch.grid.x == 0 || batches == 0) return;
   params.signs = core::rotation_signs(options_.seed);
   const auto bytes = std::as_bytes(std::span(&params, 1));
@@ -147,7 +149,7 @@ void Quantizer::run(const Pass& pass, QuantizeParams params, int64 batches, Devi
 void Quantizer::run_q(const ForwardCall& call, const Fp8Operands& operands, DeviceAddress scratch,
                       Stream stream) const {
   const core::Problem& p = call.problem;
-  const core::Fp8Layout l = core::fp8_layout(p, p.total_k);
+  const core::Fp8Layout l = core::fp8_layout(p);
   QuantizeParams params =
       operand(p.q, l.rows_q, l.heads_q, p.head_dim, l.blocks_q, p.cu_seqlens_q, p.batch);
   params.codes = reinterpret_cast<core::uint8*>(operands.q);
@@ -158,7 +160,7 @@ void Quantizer::run_q(const ForwardCall& call, const Fp8Operands& operands, Devi
 void Quantizer::run_keys(const ForwardCall& call, const Fp8Operands& operands,
                          DeviceAddress scratch, Stream stream) const {
   const core::Problem& p = call.problem;
-  const core::Fp8Layout l = core::fp8_layout(p, p.total_k);
+  const core::Fp8Layout l = core::fp8_layout(p);
   QuantizeParams k =
       operand(p.k, l.rows_k, l.heads_kv, p.head_dim, l.blocks_k, p.cu_seqlens_k, p.batch);
   k.codes = reinterpret_cast<core::uint8*>(operands.k);

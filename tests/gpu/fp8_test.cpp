@@ -141,6 +141,7 @@ class Fp8Input {
     p.seqlen_q = c.seqlen_q;
     p.seqlen_k = c.seqlen_k;
     p.total_q = packed ? rows_q : 0;
+    p.total_k = packed ? rows_k : 0;
     p.heads_q = c.heads_q;
     p.heads_kv = c.heads_kv;
     p.head_dim = c.head_dim;
@@ -192,7 +193,7 @@ class Fp8Input {
   }
 
   void quantize() {
-    layout = core::fp8_layout(problem, rows_k);
+    layout = core::fp8_layout(problem);
     const auto size = [](int64 bytes) { return static_cast<std::size_t>(bytes); };
     // What is not written must not matter: NaN.
     q_codes.assign(size(layout.q_bytes), 0x7f);
@@ -200,7 +201,7 @@ class Fp8Input {
     v_codes.assign(size(layout.v_bytes), 0x7f);
     q_scale.assign(size(layout.q_scale_bytes) / sizeof(float), 1.0f);
     key_scale.resize(size(layout.key_scale_bytes) / sizeof(core::KeyScale));
-    cpu::quantize(problem, rows_k, {spec.granularity, spec.rotate, 7}, operands());
+    cpu::quantize(problem, {spec.granularity, spec.rotate, 7}, operands());
   }
 
   // What the codes stand for, in fp32: exact, since scales are powers of two.
@@ -337,7 +338,6 @@ Fp8Result run_on(Device& device, const Fp8Input& input) {
   p.cu_seqlens_k = lengths(c.cu_seqlens_k);
   p.seqused_q = lengths(c.seqused_q);
   p.seqused_k = lengths(c.seqused_k);
-  launch.problem.total_k = input.rows_k;
   constexpr std::array<core::uint64, 2> zeros{};
   core::uint64* counters = memory.upload(zeros.data(), 2);
   core::uint64* scheduler = memory.upload(zeros.data(), 1);
@@ -377,7 +377,7 @@ Fp8Result check_case(const Fp8Case& spec, runtime::EmulationOptions::Order order
   const core::FwdConfig config = config_of(spec, input.problem);
   cpu::Fp8Statistics statistics;
   const cpu::ReferenceResult twin = cpu::forward_fp8(
-      input.problem, input.rows_k, input.operands(),
+      input.problem, input.operands(),
       {.softmax = spec.softmax, .tile_k = config.tile_k, .promote = config.promote}, &statistics);
   EXPECT_EQ(statistics.saturated, 0);
   const auto out_type = static_cast<DType>(spec.out);

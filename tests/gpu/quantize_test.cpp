@@ -73,9 +73,9 @@ class HostTensor {
 };
 
 // Bytes of all operands, in one order.
-std::vector<std::vector<uint8>> run_on_cpu(const core::Problem& p, int64 total,
+std::vector<std::vector<uint8>> run_on_cpu(const core::Problem& p,
                                            const core::QuantizeOptions& options) {
-  const core::Fp8Layout l = core::fp8_layout(p, total);
+  const core::Fp8Layout l = core::fp8_layout(p);
   std::vector<std::vector<uint8>> all;
   for (const int64 bytes : {l.q_bytes, l.k_bytes, l.v_bytes, l.q_scale_bytes, l.key_scale_bytes}) {
     all.emplace_back(static_cast<std::size_t>(bytes), uint8{0});
@@ -110,7 +110,7 @@ TEST_P(QuantizeKernels, AgreeWithTheirTwin) {
   p.total_q = p.total_k = total;
   if (!c.cu_seqlens.empty()) p.cu_seqlens_q = p.cu_seqlens_k = c.cu_seqlens.data();
   const core::QuantizeOptions options{c.granularity, c.rotate, 42};
-  const std::vector<std::vector<uint8>> expected = run_on_cpu(p, total, options);
+  const std::vector<std::vector<uint8>> expected = run_on_cpu(p, options);
 
   for (const std::string& name : test_devices()) {
     if (name.find("sm_90a") == std::string::npos && name.find("cuda") == std::string::npos) {
