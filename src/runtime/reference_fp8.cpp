@@ -44,9 +44,8 @@ Reference reference_fp8(const Problem& problem, const Fp8Arithmetic& a, int thre
           "; it must be positive, or 0 for one accumulator");
   require(a.accumulator_bits >= 1 && a.accumulator_bits <= 23, "accumulator_bits is ",
           a.accumulator_bits, "; it must lie in 1..23");
-  core::Problem p = validate(problem);
+  const core::Problem p = validate(problem);
   check(p);
-  p.total_k = p.is_varlen_k() ? problem.k.shape[1] : 0;
   const core::Fp8Layout l = core::fp8_layout(p);
   std::vector<core::uint8> codes(static_cast<std::size_t>(l.q_bytes + l.k_bytes + l.v_bytes));
   std::vector<float> q_scale(static_cast<std::size_t>(l.q_scale_bytes) / sizeof(float), 1.0f);
