@@ -110,15 +110,16 @@ struct Load {
     tile_state.advance();
   }
 
+  // The first keys before the queries, since the ring has a place for them while the tile before
+  // still needs its queries. Values come one block behind keys, as the products take them.
   __forceinline__ void load_tile(const FwdTile& tile) {
+    load_keys<Plan::panels_qk>(&params.k, plan.k_ring, k_state, plan.k[0], tile, tile.end - 1);
     load_q(tile);
-    for (int32 block = tile.end - 1; block >= tile.begin - 1; --block) {
-      if (block >= tile.begin) {
-        load_keys<Plan::panels_qk>(&params.k, plan.k_ring, k_state, plan.k[0], tile, block);
+    for (int32 block = tile.end - 1; block >= tile.begin; --block) {
+      if (block > tile.begin) {
+        load_keys<Plan::panels_qk>(&params.k, plan.k_ring, k_state, plan.k[0], tile, block - 1);
       }
-      if (block + 1 < tile.end) {
-        load_keys<Plan::panels_v>(&params.v, plan.v_ring, v_state, plan.v[0], tile, block + 1);
-      }
+      load_keys<Plan::panels_v>(&params.v, plan.v_ring, v_state, plan.v[0], tile, block);
     }
   }
 

@@ -488,11 +488,11 @@ struct Compute {
 
   // The last block's output.
   __forceinline__ void end(const FwdTile& tile) {
+    if constexpr (C.out_apart || !C.tma_out) release_q();
     clear_unseen_values(tile, tile.begin);
     take_turn();
     issue_output();
     pass_turn();
-    if constexpr (C.out_apart || !C.tma_out) release_q();
     settle_output();
   }
 
