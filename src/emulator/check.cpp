@@ -319,7 +319,8 @@ void check_forget_shared(Cta& target, u32 offset, u32 bytes) {
 void check_tensor(const AccessView& view, Cta& target, u32 column, u32 columns, u32 lane, u32 lanes,
                   Access access, u32 chain) {
   std::vector<Cell>& cells = view.cluster->check.tensor[target.rank];
-  const ClockPart part_of_clock = chain == kOrderedByBarriers ? clock_ordered : clock_tensor;
+  const bool plain = chain == kOrderedByBarriers || view.launch->schedule.in_order_tensor;
+  const ClockPart part_of_clock = plain ? clock_ordered : clock_tensor;
   for (u32 c = column; c < column + columns; ++c) {
     for (u32 part = lane / 16; part < (lane + lanes + 15) / 16; ++part) {
       Cell& cell = cells[std::size_t{c} * 8 + part];
@@ -343,7 +344,7 @@ void check_tensor(const AccessView& view, Cta& target, u32 column, u32 columns, 
         cell.defined_bytes = 15;
       }
       if (access == Access::read) {
-        record_read(view, cell, access, clock_tensor);
+        record_read(view, cell, access, plain ? clock_ordered : clock_tensor);
       } else {
         record_write(view, cell, Access::write, 15);
         cell.chain = chain;

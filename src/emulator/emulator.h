@@ -88,8 +88,9 @@ struct Schedule {
   Policy policy = Policy::eager;
   std::uint64_t seed = 0;
   bool checks = true;
-  // tcgen05 products of a thread are done in issue order, as hardware is seen to do, instead of
-  // only where the manual promises an order; the checker then counts on it, too.
+  // tcgen05 as hardware is seen to do it, for programs that count on that: products complete in
+  // issue order, plain synchronisation orders tensor memory without tcgen05.fence, and registers of
+  // tcgen05.ld are valid without a wait. Otherwise only what the manual promises holds.
   bool in_order_tensor = false;
   std::uint64_t step_limit = std::uint64_t{1} << 34;  // warp instructions before "runs for ever"
   std::size_t max_faults = 32;

@@ -184,6 +184,35 @@ bool own_lanes(Warp& warp, const Inst& inst, u32 address) {
   return false;
 }
 
+// What the ended loads or stores of a warp did is known to it from here on.
+void take_finished(Warp& warp, bool stores) {
+  std::vector<Finished> kept;
+  for (const Finished& done : warp.tensor_finished) {
+    if (done.bulk != stores) {
+      kept.push_back(done);
+    } else if (warp.launch->checks) {
+      warp.check.clock.raise(clock_ordered, done.agent, done.tick);
+      warp.check.clock.raise(clock_tensor, done.agent, done.tick);
+    }
+  }
+  warp.tensor_finished = std::move(kept);
+}
+
+// With tensor work in order a load is done when it is issued: hardware holds back who reads its
+// registers. `load` may be done already.
+void load_at_once(Warp& warp, const AsyncOp* load) {
+  auto& pending = warp.cluster->pending;
+  const auto at = std::find_if(pending.begin(), pending.end(),
+                               [load](const auto& op) { return op.get() == load; });
+  if (at != pending.end()) {
+    (*at)->execute(*warp.cluster);
+    pending.erase(at);
+    warp.cluster->changed();
+  }
+  take_finished(warp, false);
+  if (warp.launch->checks) check_land_flight(warp, warp.tensor_flight++);
+}
+
 Step run_transfer(Warp& warp, const Inst& inst) {
   if (!whole_warp(warp, inst)) return Step::next;
   const bool store = inst.outputs == 0;
@@ -199,10 +228,14 @@ Step run_transfer(Warp& warp, const Inst& inst) {
     for (u32 i = 0; i < op->count; ++i) {
       std::memcpy(op->values.data() + std::size_t{i} * 32, warp.source(o[1 + i]), 128);
     }
-  } else if (warp.launch->checks) {
+  }
+  const bool at_once = !store && warp.launch->schedule.in_order_tensor;
+  if (!store && warp.launch->checks) {
     for (u32 i = 0; i < inst.outputs; ++i) check_mark_flight(warp, o[i], warp.tensor_flight);
   }
+  const AsyncOp* issued = op.get();
   warp.cluster->enqueue(std::move(op), warp, inst, -1);
+  if (at_once) load_at_once(warp, issued);
   return Step::next;
 }
 
@@ -216,16 +249,7 @@ Step run_tensor_wait(Warp& warp, const Inst& inst) {
       return Step::blocked;
     }
   }
-  std::vector<Finished> kept;
-  for (const Finished& done : warp.tensor_finished) {
-    if (done.bulk != stores) {
-      kept.push_back(done);
-    } else if (warp.launch->checks) {
-      warp.check.clock.raise(clock_ordered, done.agent, done.tick);
-      warp.check.clock.raise(clock_tensor, done.agent, done.tick);
-    }
-  }
-  warp.tensor_finished = std::move(kept);
+  take_finished(warp, stores);
   if (!stores) check_land_flight(warp, warp.tensor_flight++);
   ++warp.counters.barrier_waits;
   return Step::next;

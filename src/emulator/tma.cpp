@@ -405,6 +405,10 @@ bool check_operands(Warp& warp, const Inst& inst, int lane, const TensorOp& op) 
 Step run_tensor(Warp& warp, const Inst& inst) {
   const OperandRef* o = warp.operands(inst);
   const u32 coordinates = inst.extra;
+  // Lanes that all store one tile to one place store the same bytes; that is one copy.
+  u32 first_shared = 0;
+  u64 first_map = 0;
+  std::array<i32, 5> first_at{};
   for (u32 mask = warp.active; mask != 0 && !warp.launch->stopped; mask &= mask - 1) {
     const int lane = std::countr_zero(mask);
     auto op = std::make_unique<TensorOp>();
@@ -427,6 +431,14 @@ Step run_tensor(Warp& warp, const Inst& inst) {
     if ((inst.flags & flag_store) == 0) op->barrier = static_cast<u32>(warp.address(rest[1], lane));
     if ((inst.flags & flag_multicast) != 0) op->multicast = warp.value32(rest[2], lane) & 0xffff;
     if (!check_operands(warp, inst, lane, *op)) return Step::next;
+    if (inst.flags == flag_store) {
+      const bool repeated = mask != warp.active && op->shared == first_shared &&
+                            op->at == first_at && warp.address(o[0], lane) == first_map;
+      if (repeated) continue;
+      first_shared = op->shared;
+      first_at = op->at;
+      first_map = warp.address(o[0], lane);
+    }
     ((inst.flags & flag_store) != 0 ? warp.counters.tma_store_bytes
                                     : warp.counters.tma_load_bytes) += op->box_bytes();
     warp.cluster->enqueue(std::move(op), warp, inst, lane);

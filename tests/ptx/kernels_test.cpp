@@ -45,6 +45,33 @@ std::vector<Case> all_cases() {
 
 INSTANTIATE_TEST_SUITE_P(Schedules, Kernels, ::testing::ValuesIn(all_cases()));
 
+// Kernels that count on hardware leave the fences and waits of tensor memory out.
+TEST(KernelRuns, NeedsNoTensorFencesInOrder) {
+  for (const Kernel kernel : {Kernel::gemm_single, Kernel::gemm_pair, Kernel::attention_sm100}) {
+    std::string ptx = read_text(kernel_path(kernel));
+    for (const std::string without :
+         {"tcgen05.fence::before_thread_sync;", "tcgen05.fence::after_thread_sync;",
+          "tcgen05.wait::ld.sync.aligned;"}) {
+      std::size_t removed = 0;
+      for (std::size_t at = 0; (at = ptx.find(without, at)) != std::string::npos; ++removed) {
+        ptx.erase(at, without.size());
+      }
+      EXPECT_NE(removed, 0u) << without;
+    }
+    for (const Policy policy : {Policy::eager, Policy::lazy, Policy::random}) {
+      Schedule schedule;
+      schedule.policy = policy;
+      schedule.seed = 3;
+      schedule.in_order_tensor = true;
+      const KernelResult result = run_kernel(kernel, ptx, schedule);
+      for (const Fault& fault : result.report.faults) ADD_FAILURE() << fault.text();
+      EXPECT_TRUE(result.correct) << "largest relative error " << result.max_error;
+      schedule.in_order_tensor = false;
+      EXPECT_FALSE(run_kernel(kernel, ptx, schedule).report.ok());
+    }
+  }
+}
+
 TEST(KernelRuns, RepeatsExactlyWithTheSameSeed) {
   Schedule schedule;
   schedule.policy = Policy::random;

@@ -3,6 +3,7 @@
 // Header lines of a file (all optional but one of `expect` and `fault`):
 //   // chip: sm_90a      // block: 32     // grid: 1     // cluster: 1     // shared: 0
 //   // expect: words of `out` in order, decimal or 0x..., "N*word" for repeats
+//   // tensor: in order    Schedule::in_order_tensor
 //   // output: what the kernel prints, with \n for line breaks
 //   // fault: kind       at least this kind is reported, under every schedule
 // The kernel is test(.param .u64 out); out has 4096 zeroed words.

@@ -67,6 +67,7 @@ TEST_P(Program, DoesWhatItsHeaderSays) {
       Schedule schedule;
       schedule.policy = policy;
       schedule.seed = seed;
+      schedule.in_order_tensor = header.count("tensor") != 0;
       SCOPED_TRACE("policy " + std::to_string(static_cast<int>(policy)) + " seed " +
                    std::to_string(seed));
       run(ptx, header, schedule);
