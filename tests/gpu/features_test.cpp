@@ -220,6 +220,8 @@ TEST(Features, AddsBiases) {
 TEST(Features, HidesByMask) {
   for (const Mask mask : {Mask::random, Mask::per_key, Mask::empty_rows, Mask::late}) {
     for (const Softmax softmax : test::every_softmax) {
+      if (mask != Mask::late && softmax != test::every_softmax[static_cast<int>(mask) % 3])
+        continue;
       CaseSpec s = base("mask_" + std::to_string(static_cast<int>(mask)));
       s.mask = mask;
       s.softmax = softmax;
@@ -268,29 +270,30 @@ TEST(Features, KeepsValuesFromRowsThatDoNotSeeThem) {
     call.set_v(0, 140, 1, 0, std::numeric_limits<double>::infinity());
     call.set_v(0, 33, 1, 9, -std::numeric_limits<double>::infinity());
   };
-  for (const Softmax softmax : test::every_softmax) {
-    CaseSpec s = base("values_causal");
-    s.sq = s.sk = 150;
-    s.causal = true;
-    s.softmax = softmax;
-    check({s, nullptr, poison});
-    s.name = "values_window";
-    s.causal = false;
-    s.window_left = 20;
-    s.window_right = 5;
-    s.d = 128;
-    s.sink = true;
-    check({s, nullptr, poison});
-    s.name = "values_mask";
-    s.window_left = s.window_right = -1;
-    s.mask = Mask::random;
-    s.alibi = true;
-    check({s, nullptr, poison});
-    s.name = "values_dropout";
-    s.mask = Mask::none;
-    s.dropout = 0.5f;
-    check({s, nullptr, poison});
-  }
+  CaseSpec s = base("values_causal");
+  s.sq = s.sk = 150;
+  s.causal = true;
+  s.softmax = Softmax::sum_guard;
+  check({s, nullptr, poison});
+  s.name = "values_window";
+  s.causal = false;
+  s.window_left = 20;
+  s.window_right = 5;
+  s.d = 128;
+  s.sink = true;
+  s.softmax = Softmax::online;
+  check({s, nullptr, poison});
+  s.name = "values_mask";
+  s.window_left = s.window_right = -1;
+  s.mask = Mask::random;
+  s.alibi = true;
+  s.softmax = Softmax::conditional;
+  check({s, nullptr, poison});
+  s.name = "values_dropout";
+  s.mask = Mask::none;
+  s.dropout = 0.5f;
+  s.softmax = Softmax::sum_guard;
+  check({s, nullptr, poison});
 }
 
 // ---- Packed heads and split keys
@@ -319,8 +322,10 @@ TEST(Features, PacksTheHeadsOfAGroup) {
 }
 
 TEST(Features, SplitsKeys) {
-  for (const int splits : {0, 2, 3, 9}) {
-    for (const Entry entry : test::every_entry) {
+  for (const Entry entry : test::every_entry) {
+    for (const int splits : {0, 2, 3, 9}) {
+      // Each entry with two numbers of parts, and each number with three entries.
+      if ((static_cast<int>(entry) + splits) % 2 != 0) continue;
       CaseSpec s = base("split");
       s.batch = 5;
       s.hq = 4;
@@ -345,6 +350,7 @@ TEST(Features, SplitsKeys) {
 TEST(Features, ReadsPagesOfAnySize) {
   for (const test::Index page : {1, 3, 8, 16, 48, 96, 128, 256, 500}) {
     for (const bool windowed : {false, true}) {
+      if (page > 16 && windowed == (page % 256 == 0)) continue;
       CaseSpec s = base("pages");
       s.batch = 3;
       s.hq = 6;
@@ -385,10 +391,9 @@ TEST(Features, TakesEveryHeadDimension) {
   }
 }
 
-TEST(Features, TakesEveryLayoutThroughEveryEntry) {
-  for (const Layout layout : {Layout::bhsd, Layout::padded, Layout::strided, Layout::transposed,
-                              Layout::reversed, Layout::expanded, Layout::fused}) {
-    for (const Entry entry : test::every_entry) {
+TEST(Features, TakesLayoutsThatTheCopyEngineDoesNot) {
+  for (const Layout layout : {Layout::padded, Layout::strided, Layout::reversed}) {
+    for (const Entry entry : {Entry::dense, Entry::varlen, Entry::varlen_paged}) {
       CaseSpec s = base("layout");
       s.batch = 5;
       s.hq = 4;
