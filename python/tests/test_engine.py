@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -86,3 +88,12 @@ def test_import_is_quick_and_brings_nothing_big():
         assert loaded == ["False"] * 3
         seconds.append(float(elapsed))
     assert min(seconds) < 0.15, seconds
+
+
+def test_readme_example(capsys):
+    readme = Path(__file__).resolve().parents[2] / "README.md"
+    if not readme.exists():
+        pytest.skip("these tests stand outside the repository")
+    (example,) = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    exec(example, {})
+    assert capsys.readouterr().out.startswith("(2, 1000, 8, 64)\n(2, 8, 1000)\n(2, 8, 1000, 64)\n")
