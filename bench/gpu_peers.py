@@ -13,8 +13,9 @@ says otherwise; one process, the engines take turns, one launch each a round, af
 ones. "Cool": 5 ms of pause before every launch, so that the card stays below its power limit; the
 median of the rounds counts. "Warm": launches back to back for a quarter of a second, half of it
 uncounted, three rounds of turns; the median round counts. Times are the stream's, between two
-events; the GPU spins before the first, so that no launch waits for the host. TFLOPS: 4 x batch x
-heads x pairs that the mask leaves x head_dim / time. Outputs are compared: engines that did not
+events; the GPU spins before the first, so that no launch waits for the host (--idle: it does not,
+and a time includes the host's way through each library). TFLOPS: 4 x batch x heads x pairs that the
+mask leaves x head_dim / time. Outputs are compared: engines that did not
 compute the same thing are no peers.
 """
 
@@ -206,9 +207,10 @@ def engines_of(library: Library, inputs: Inputs):
     return found, missing
 
 
-def milliseconds(engine, launches: int) -> float:
+def milliseconds(engine, launches: int, idle: bool = False) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(HEAD_START_CYCLES)
+    if not idle:
+        torch.cuda._sleep(HEAD_START_CYCLES)
     begin.record()
     for _ in range(launches):
         engine()
@@ -217,13 +219,13 @@ def milliseconds(engine, launches: int) -> float:
     return begin.elapsed_time(end) / launches
 
 
-def measure_cool(engines, rounds: int):
+def measure_cool(engines, rounds: int, idle: bool):
     times = {engine.name: [] for engine in engines}
     for _ in range(rounds):
         for engine in engines:
             torch.cuda.synchronize()
             time.sleep(PAUSE_SECONDS)
-            times[engine.name].append(milliseconds(engine, 1))
+            times[engine.name].append(milliseconds(engine, 1, idle))
     return times
 
 
@@ -238,7 +240,7 @@ def measure_warm(engines):
     return times
 
 
-def measure(library: Library, case: Case, rounds: int):
+def measure(library: Library, case: Case, rounds: int, idle: bool):
     """The row of a case: name -> median TFLOPS; every time; the largest difference; notes."""
     inputs = Inputs(case)
     engines, missing = engines_of(library, inputs)
@@ -249,7 +251,7 @@ def measure(library: Library, case: Case, rounds: int):
     )
     for engine in engines:
         milliseconds(engine, 2)
-    times = measure_warm(engines) if case.warm else measure_cool(engines, rounds)
+    times = measure_warm(engines) if case.warm else measure_cool(engines, rounds, idle)
     rates = {n: inputs.flops / statistics.median(t) * 1e-9 for n, t in times.items()}
     return rates, times, difference, missing
 
@@ -261,6 +263,7 @@ def main() -> int:
     parser.add_argument("--cases", help="names, separated by commas")
     parser.add_argument("--list", action="store_true", help="name the cases")
     parser.add_argument("--rounds", type=int, default=9, help="launches of each engine, cool")
+    parser.add_argument("--idle", action="store_true", help="launch into an idle stream")
     parser.add_argument("--library", type=Path, default=ROOT / "build/bench/libfovea_bench.so")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -281,7 +284,7 @@ def main() -> int:
     print("|---|---|---|---|---|---|---|")
     everything, below = {}, []
     for case in (case for case in CASES if case.name in wanted):
-        rates, times, difference, missing = measure(library, case, arguments.rounds)
+        rates, times, difference, missing = measure(library, case, arguments.rounds, arguments.idle)
         everything[case.name] = times
         peer = max((rate for name, rate in rates.items() if name != "fovea"), default=0.0)
         ratio = rates["fovea"] / peer if peer else float("nan")
