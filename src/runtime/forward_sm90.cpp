@@ -57,6 +57,7 @@ void choose_tile(FwdConfig& c, const Problem& p) {
   int32 fewer = (c.has_bias ? 48 : 0) + (c.has_mask ? 32 : 0) + (c.has_dropout ? 16 : 0) +
                 (c.has_alibi ? 16 : 0);
   if (fewer > 0 && c.head_dim > 128) fewer += 16;
+  if (fewer > 0 && c.transform == ScoreTransform::softcap) fewer += 16;
   c.tile_k = std::max(c.tile_k - fewer, c.head_dim_v > 128 ? 32 : 48);
   while (shared_bytes(c) > core::shared_limit_bytes && c.tile_k > 32) {
     // Staging out where q was costs less than smaller tiles, but needs q to be as wide.
@@ -81,7 +82,9 @@ void choose_source(FwdConfig& c, const Problem& p) {
     return;
   }
   c.source = core::Source::gather;
-  c.warpgroups = 2;  // the copying threads need registers, too
+  // The copying threads need registers, too, and those that compute more for addresses.
+  c.warpgroups = 2;
+  c.tile_k = std::max(c.tile_k - 16, 32);
   c.chunked =
       is_chunked(p.q, p.head_dim) && is_chunked(p.k, p.head_dim) && is_chunked(p.v, p.head_dim_v);
   c.ragged = true;
