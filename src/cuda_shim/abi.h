@@ -88,20 +88,20 @@ inline constexpr std::uint32_t kFatWrapperLinked = 2;
 
 // cudaFuncAttribute and CUfunction_attribute.
 enum FunctionAttribute : int {
-  kMaxThreads = 0,
-  kSharedBytes = 1,
-  kConstantBytes = 2,
-  kLocalBytes = 3,
-  kRegisters = 4,
-  kPtxVersion = 5,
-  kBinaryVersion = 6,
-  kMaxDynamicShared = 8,
-  kSharedCarveout = 9,
-  kClusterMustBeSet = 10,
-  kRequiredClusterX = 11,
-  kRequiredClusterZ = 13,
-  kNonPortableCluster = 14,
-  kClusterScheduling = 15,
+  function_max_threads = 0,
+  function_shared_bytes = 1,
+  function_constant_bytes = 2,
+  function_local_bytes = 3,
+  function_registers = 4,
+  function_ptx_version = 5,
+  function_binary_version = 6,
+  function_max_dynamic_shared = 8,
+  function_shared_carveout = 9,
+  function_cluster_must_be_set = 10,
+  function_required_cluster_x = 11,
+  function_required_cluster_z = 13,
+  function_non_portable_cluster = 14,
+  function_cluster_scheduling = 15,
 };
 
 // cudaDeviceProp, which version 13 of the runtime shortened.

@@ -35,24 +35,25 @@ emulator::LaunchConfig launch_config(abi::Dim3 grid, abi::Dim3 block, std::size_
 int function_attribute(Session& session, Kernel& kernel, int attribute) {
   const emulator::KernelInfo& info = *session.prepared(kernel).info;
   switch (attribute) {
-    case abi::kMaxThreads:
+    case abi::function_max_threads:
       return info.max_threads == 0 ? kMostThreads : static_cast<int>(info.max_threads);
-    case abi::kSharedBytes: return static_cast<int>(info.static_shared_bytes);
-    case abi::kConstantBytes:
-    case abi::kLocalBytes: return 0;
-    case abi::kRegisters: return register_bound(info);
-    case abi::kPtxVersion:
-    case abi::kBinaryVersion: return session.capability();
-    case abi::kMaxDynamicShared: return static_cast<int>(session.dynamic_shared_limit(kernel));
-    case abi::kSharedCarveout: return -1;
-    case abi::kClusterMustBeSet:
-    case abi::kClusterScheduling: return 0;
-    case abi::kRequiredClusterX:
-    case abi::kRequiredClusterX + 1:
-    case abi::kRequiredClusterZ:
-      return static_cast<int>(
-          info.required_cluster[static_cast<std::size_t>(attribute - abi::kRequiredClusterX)]);
-    case abi::kNonPortableCluster: return kernel.non_portable_cluster ? 1 : 0;
+    case abi::function_shared_bytes: return static_cast<int>(info.static_shared_bytes);
+    case abi::function_constant_bytes:
+    case abi::function_local_bytes: return 0;
+    case abi::function_registers: return register_bound(info);
+    case abi::function_ptx_version:
+    case abi::function_binary_version: return session.capability();
+    case abi::function_max_dynamic_shared:
+      return static_cast<int>(session.dynamic_shared_limit(kernel));
+    case abi::function_shared_carveout: return -1;
+    case abi::function_cluster_must_be_set:
+    case abi::function_cluster_scheduling: return 0;
+    case abi::function_required_cluster_x:
+    case abi::function_required_cluster_x + 1:
+    case abi::function_required_cluster_z:
+      return static_cast<int>(info.required_cluster[static_cast<std::size_t>(
+          attribute - abi::function_required_cluster_x)]);
+    case abi::function_non_portable_cluster: return kernel.non_portable_cluster ? 1 : 0;
     default:
       throw Failure(Status::invalid_value,
                     "function attribute " + std::to_string(attribute) + " is not known.");
@@ -64,7 +65,7 @@ void set_function_attribute(Session& session, Kernel& kernel, int attribute, int
   const int limit = static_cast<int>(session.chip().shared_bytes_per_cta) -
                     static_cast<int>(info.static_shared_bytes);
   switch (attribute) {
-    case abi::kMaxDynamicShared:
+    case abi::function_max_dynamic_shared:
       if (value < 0 || value > limit) {
         throw Failure(Status::invalid_value, "kernel " + short_name(kernel.name) + " asks for " +
                                                  std::to_string(value) +
@@ -73,10 +74,10 @@ void set_function_attribute(Session& session, Kernel& kernel, int attribute, int
       }
       kernel.max_dynamic_shared_bytes = static_cast<std::uint32_t>(value);
       return;
-    case abi::kNonPortableCluster: kernel.non_portable_cluster = value != 0; return;
-    case abi::kSharedCarveout:
-    case abi::kClusterScheduling:
-    case abi::kClusterMustBeSet: return;
+    case abi::function_non_portable_cluster: kernel.non_portable_cluster = value != 0; return;
+    case abi::function_shared_carveout:
+    case abi::function_cluster_scheduling:
+    case abi::function_cluster_must_be_set: return;
     default:
       throw Failure(Status::invalid_value,
                     "function attribute " + std::to_string(attribute) + " cannot be set.");

@@ -115,18 +115,18 @@ int cudaFuncGetAttributes(abi::FunctionAttributes* attributes, const void* funct
     Kernel& kernel = session.kernel(function);
     const auto get = [&](int which) { return function_attribute(session, kernel, which); };
     *attributes = {};
-    attributes->shared_bytes = static_cast<std::size_t>(get(abi::kSharedBytes));
-    attributes->max_threads = get(abi::kMaxThreads);
-    attributes->registers = get(abi::kRegisters);
-    attributes->ptx_version = get(abi::kPtxVersion);
-    attributes->binary_version = get(abi::kBinaryVersion);
-    attributes->max_dynamic_shared_bytes = get(abi::kMaxDynamicShared);
+    attributes->shared_bytes = static_cast<std::size_t>(get(abi::function_shared_bytes));
+    attributes->max_threads = get(abi::function_max_threads);
+    attributes->registers = get(abi::function_registers);
+    attributes->ptx_version = get(abi::function_ptx_version);
+    attributes->binary_version = get(abi::function_binary_version);
+    attributes->max_dynamic_shared_bytes = get(abi::function_max_dynamic_shared);
     attributes->shared_carveout = -1;
-    attributes->cluster_must_be_set = get(abi::kClusterMustBeSet);
+    attributes->cluster_must_be_set = get(abi::function_cluster_must_be_set);
     for (int i = 0; i < 3; ++i) {
-      attributes->required_cluster[i] = get(abi::kRequiredClusterX + i);
+      attributes->required_cluster[i] = get(abi::function_required_cluster_x + i);
     }
-    attributes->non_portable_cluster = get(abi::kNonPortableCluster);
+    attributes->non_portable_cluster = get(abi::function_non_portable_cluster);
   });
 }
 int cudaFuncSetAttribute(const void* function, int attribute, int value) {

@@ -115,8 +115,9 @@ FseTable make_fse(int log, std::span<const int> counts) {
   for (std::size_t s = 0; s < counts.size(); ++s) {
     for (int i = 0; i < counts[s]; ++i) {
       table.cells[at].symbol = static_cast<std::uint8_t>(s);
-      do at = (at + step) & (size - 1);
-      while (at >= high);
+      do {
+        at = (at + step) & (size - 1);
+      } while (at >= high);
     }
   }
   for (FseCell& cell : table.cells) {

@@ -158,10 +158,11 @@ Step run_cluster_arrive(Warp& warp, const Inst& inst) {
   }
   cluster.barrier.arrived += static_cast<u32>(std::popcount(warp.active));
   if (warp.launch->checks) {
-    if (inst.flags == 0)
+    if (inst.flags == 0) {
       check_release(warp, cluster.barrier.arriving);
-    else
+    } else {
       check_release_relaxed(warp, cluster.barrier.arriving);
+    }
   }
   warp.cluster_generation = cluster.barrier.generation + 1;
   cluster.changed();
