@@ -259,7 +259,8 @@ class BackwardPlan {
  public:
   [[nodiscard]] std::size_t workspace_bytes() const;
 
-  // As Plan::run(). Gradients are repeatable to the bit on one machine.
+  // As Plan::run(). Gradients are repeatable to the bit on one machine: on the CPU always, on a GPU
+  // with Problem::deterministic.
   void run(const Problem& problem, const Gradients& gradients,
            std::span<std::byte> workspace) const;
 

@@ -25,6 +25,10 @@ inline constexpr int32 row_threads = 128;           // of the kernels in bwd_row
 // Query rows of a tile: dS, dq and the pair of q and dout tiles then take the same room.
 constexpr int32 rows_of(const BwdConfig& c) { return c.head_dim == 64 ? 128 : 64; }
 
+// Under a causal mask every block of keys begins with rows that no later block sees: in turns, the
+// last blocks come first, so that none waits to begin. Otherwise the longest blocks come first.
+constexpr bool last_keys_first(const BwdConfig& c) { return c.deterministic && c.bound_right; }
+
 // dq is summed in units of 64 rows x 64 columns, in the order of a warpgroup's accumulator; a tile
 // has two, side by side or one under the other.
 inline constexpr int32 dq_units = 2;
@@ -66,6 +70,7 @@ struct BwdParams {
   int64 dk_stride[4] = {};
   void* dv = nullptr;
   int64 dv_stride[4] = {};
+  bool paired = false;  // 16-bit dk and dv: two neighbours of a row lie in an aligned word
 
   const int32* cu_seqlens_q = nullptr;
   const int32* cu_seqlens_k = nullptr;

@@ -25,8 +25,7 @@
 
 namespace fovea::device {
 
-// ---- Work
-// ----------------------------------------------------------------------------------------
+// ---- Work ---------------------------------------------------------------------------------------
 
 // What this CTA works on. In shared memory, since registers are short.
 template <BwdConfig C>
@@ -45,7 +44,8 @@ struct BwdWork {
     const int32 b = at.pair / params.heads_kv;
     sequence = bwd_sequence<C>(params, b);
     head_kv = at.pair - b * params.heads_kv;
-    key_begin = at.block * core::backward_keys;
+    key_begin = (core::last_keys_first(C) ? params.key_blocks - 1 - at.block : at.block) *
+                core::backward_keys;
     const core::KeyRange seen = rows_that_see<C>(
         params, sequence, key_begin, min(key_begin + core::backward_keys, sequence.length_k));
     row_begin = static_cast<int32>(seen.begin);
@@ -175,7 +175,8 @@ struct BwdAdd {
     const core::BlockRange keys = core::block_range(
         core::Window{params.window_left, params.window_right}, s.length_q, s.length_k,
         block * Plan::rows, min((block + 1) * Plan::rows, s.length_q), core::backward_keys);
-    return static_cast<uint32>(work.key_begin / core::backward_keys - keys.begin);
+    const int64 own = work.key_begin / core::backward_keys;
+    return static_cast<uint32>(core::last_keys_first(C) ? keys.end - 1 - own : own - keys.begin);
   }
 
   // Waits until those have added: what they wrote comes before what this one adds.
@@ -231,6 +232,7 @@ struct BwdCompute {
   static constexpr int32 score_count = Plan::rows / 2;
   static constexpr int32 gradient_count = C.head_dim / 2;
   static constexpr int32 unit_count = core::dq_unit_floats / 128;
+  using Fragments = uint32[Plan::rows / 16][4];
 
   Plan& plan;
   const BwdParams& params;
@@ -239,9 +241,9 @@ struct BwdCompute {
   RingState<2> state;
   RingState<1> dq_state;
 
-  uint32 weights[Plan::rows / 16][4];   // P^T as operand A
-  uint32 dweights[Plan::rows / 16][4];  // dS^T as operand A
-  float dk[gradient_count];             // [64 x head_dim]
+  Fragments weights;         // P^T as operand A
+  Fragments dweights;        // dS^T as operand A
+  float dk[gradient_count];  // [64 x head_dim]
   float dv[gradient_count];
 
   __forceinline__ int32 thread() const { return static_cast<int32>(threadIdx.x % 128); }
@@ -278,8 +280,7 @@ struct BwdCompute {
   }
 
   // C += A B: P^T dout, or dS^T q. A from registers, B MN-major.
-  __forceinline__ void issue_gradient(float (&c)[gradient_count],
-                                      const uint32 (&a)[Plan::rows / 16][4],
+  __forceinline__ void issue_gradient(float (&c)[gradient_count], const Fragments& a,
                                       SharedAddress queries) {
     const uint64 b = wgmma_descriptor(Swizzle::b128, queries.value, Plan::rows * Plan::row_bytes,
                                       Plan::group_bytes);
@@ -393,7 +394,8 @@ struct BwdCompute {
 
   // P, of which hidden elements become zero by selection, whatever they were.
   template <bool hides>
-  __forceinline__ void exponentiate(const float (&scores)[score_count], int32 block) {
+  __forceinline__ void exponentiate(Fragments& kept, const float (&scores)[score_count],
+                                    int32 block) {
     const float* lse = plan.lse_log2[state.stage] + WgmmaAccumulator::col(thread(), 0);
     Sight view{};
     if constexpr (hides) view = sight(block);
@@ -405,18 +407,19 @@ struct BwdCompute {
       if (hides && !view.sees(params, i)) low = 0.0f;
       if (hides && !view.sees(params, i + 1)) high = 0.0f;
       weights[i / 8][i / 2 % 4] = pack<C.dtype>(low, high);
+      kept[i / 8][i / 2 % 4] = register_copy(weights[i / 8][i / 2 % 4]);
     }
   }
 
   // dS = P (dP - delta), of P as dv takes it, so that the scores need not stay. Zero where P is, if
   // anything is hidden: what dP holds there is garbage.
   template <bool hides>
-  __forceinline__ void differentiate(const float (&dscores)[score_count]) {
+  __forceinline__ void differentiate(const Fragments& kept, const float (&dscores)[score_count]) {
     const float* delta = plan.delta[state.stage] + WgmmaAccumulator::col(thread(), 0);
 #pragma unroll
     for (int32 i = 0; i < score_count; i += 2) {
       const float2 of = *reinterpret_cast<const float2*>(delta + 8 * (i / 4));
-      const float2 weight = unpack<C.dtype>(weights[i / 8][i / 2 % 4]);
+      const float2 weight = unpack<C.dtype>(kept[i / 8][i / 2 % 4]);
       float low = weight.x * (dscores[i] - of.x);
       float high = weight.y * (dscores[i + 1] - of.y);
       if (hides && weight.x == 0.0f) low = 0.0f;
@@ -466,6 +469,7 @@ struct BwdCompute {
   __forceinline__ void step(int32 block) {
     // Not of the struct: nothing of them outlives the step.
     float scores[score_count];
+    Fragments kept;              // P again, for while dv has it
     float dscores[score_count];  // dP
     float dq[unit_count];        // [64 x 64]
     plan.q_ring.wait_full(state);
@@ -481,21 +485,21 @@ struct BwdCompute {
     wgmma_wait<together ? 1 : 0>();
     wgmma_hold(scores);
     if (hides) {
-      exponentiate<true>(scores, block);
+      exponentiate<true>(kept, scores, block);
     } else {
-      exponentiate<false>(scores, block);
+      exponentiate<false>(kept, scores, block);
     }
     if constexpr (!together) issue_dp(dscores, dout);
-    wgmma_wait<0>();
-    wgmma_hold(dscores);
-    if (hides) {
-      differentiate<true>(dscores);
-    } else {
-      differentiate<false>(dscores);
-    }
-
+    // dV runs while dS is made.
     wgmma_fence();
     issue_gradient(dv, weights, dout);
+    wgmma_wait<1>();
+    wgmma_hold(dscores);
+    if (hides) {
+      differentiate<true>(kept, dscores);
+    } else {
+      differentiate<false>(kept, dscores);
+    }
     store_dscores();
     wgmma_fence();
     issue_dq(dq);
@@ -526,17 +530,23 @@ struct BwdCompute {
       const int64 row = base + (static_cast<int64>(s.row_k) + key) * stride[1];
 #pragma unroll
       for (int32 i = 0; i < gradient_count / 4; ++i) {
-        if (column + 8 * i >= columns) continue;  // columns are a multiple of 8
+        if (column + 8 * i >= columns) continue;
+        const bool is_pair = column + 8 * i + 1 < columns;
         const float low = values[4 * i + 2 * half] * factor;
         const float high = values[4 * i + 2 * half + 1] * factor;
         const int64 at = row + (column + 8 * i) * stride[3];
         if constexpr (C.wide) {
           static_cast<float*>(gradient)[at] = low;
-          static_cast<float*>(gradient)[at + stride[3]] = high;
+          if (is_pair) static_cast<float*>(gradient)[at + stride[3]] = high;
         } else {
           const uint32 both = pack<C.dtype>(low, high);
-          static_cast<uint16*>(gradient)[at] = static_cast<uint16>(both);
-          static_cast<uint16*>(gradient)[at + stride[3]] = static_cast<uint16>(both >> 16);
+          auto* const target = static_cast<uint16*>(gradient) + at;
+          if (params.paired) {
+            *reinterpret_cast<uint32*>(target) = both;
+          } else {
+            target[0] = static_cast<uint16>(both);
+            if (is_pair) target[stride[3]] = static_cast<uint16>(both >> 16);
+          }
         }
       }
     }

@@ -340,6 +340,13 @@ __forceinline__ float widen_f16(uint16 bits) {
   return value;
 }
 
+// mov: the same word in a register of its own, for while a product has the first one.
+__forceinline__ uint32 register_copy(uint32 word) {
+  uint32 copy;
+  asm("mov.b32 %0, %1;" : "=r"(copy) : "r"(word));
+  return copy;
+}
+
 // ---- Matrices between registers and shared memory
 // ---------------------------------------------------
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -11,12 +12,17 @@
 #include "runtime/gradients.h"
 #include "runtime/plan.h"
 
+namespace fovea::runtime {
+class GpuBackwardPlan;
+}
+
 namespace fovea {
 
 struct BackwardPlan::Choice {
   Plan::Choice problem;  // its device, its problem and signature as planned, and the refusals
   std::array<Tensor, gradient_arguments.size()> signature;  // shapes and dtypes as planned
-  cpu::BackwardConfig cpu;
+  cpu::BackwardConfig cpu;                                  // on the CPU
+  std::shared_ptr<const runtime::GpuBackwardPlan> gpu;      // on a GPU
   std::size_t workspace_bytes = 0;
 };
 

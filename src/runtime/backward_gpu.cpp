@@ -85,6 +85,14 @@ void copy_strides(int64 (&to)[count], const View& from) {
   for (std::size_t i = 0; i < count; ++i) to[i] = from.stride[i];
 }
 
+// Whether elements 2 i and 2 i + 1 of every row share an aligned word.
+bool in_pairs(const View& view, int32 columns) {
+  const bool even_steps =
+      view.stride[0] % 2 == 0 && view.stride[1] % 2 == 0 && view.stride[2] % 2 == 0;
+  return even_steps && view.stride[3] == 1 && columns % 2 == 0 &&
+         reinterpret_cast<DeviceAddress>(view.data) % 4 == 0;
+}
+
 void fill_tensors(BwdParams& params, const Problem& p, const Gradients& g) {
   params.out = static_cast<const core::uint16*>(p.out.data);
   copy_strides(params.out_stride, p.out);
@@ -100,6 +108,7 @@ void fill_tensors(BwdParams& params, const Problem& p, const Gradients& g) {
   copy_strides(params.dk_stride, g.dk);
   params.dv = g.dv.data;
   copy_strides(params.dv_stride, g.dv);
+  params.paired = in_pairs(g.dk, p.head_dim) && in_pairs(g.dv, p.head_dim_v);
 }
 
 // (sequence, KV head) pairs whose rows of q, dout and dq_sums fit half of the L2 together.
@@ -182,11 +191,11 @@ std::vector<std::string> backward_supports(const Problem& p, const Gradients& g,
   refuse(p.is_paged(), "it has no paged keys");
   const auto check = [&](std::string_view name, const View& view, const RowExtents& e, int64 dim) {
     const bool empty = e.of[0] == 0 || e.of[1] == 0 || view.data == nullptr;
-    refuse(dim % 8 != 0 || (!empty && !suits_copy_engine(view, e, dim)),
+    refuse(!empty && !suits_copy_engine(view, e, dim),
            std::string(name) +
                " is laid out in a way that the copy engine does not take, so give it contiguous "
-               "head dimensions that are multiples of 8, a 16-byte aligned address and strides "
-               "that are positive multiples of 8 elements");
+               "head dimensions, a 16-byte aligned address and strides that are positive multiples "
+               "of 8 elements");
   };
   if (reasons.empty()) {
     check("q", p.q, query_extents(p), p.head_dim);

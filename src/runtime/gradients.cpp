@@ -76,7 +76,10 @@ core::Gradients validate(const Problem& problem, const Gradients& gradients) {
     if (tensor.present) check_shape_and_dtype(rule, tensor);
   }
   check_overlaps(problem, gradients);
+  return translate(problem, gradients);
+}
 
+core::Gradients translate(const Problem& problem, const Gradients& gradients) {
   core::Gradients result;
   result.dout = to_view(gradients.dout);
   result.dlse = to_view(gradients.dlse);

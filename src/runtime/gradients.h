@@ -28,4 +28,7 @@ inline constexpr std::array<GradientArgument, 7> gradient_arguments{
 // Reads no tensor data; allocates nothing unless it throws.
 [[nodiscard]] core::Gradients validate(const Problem& problem, const Gradients& gradients);
 
+// The same without the checks.
+[[nodiscard]] core::Gradients translate(const Problem& problem, const Gradients& gradients);
+
 }  // namespace fovea

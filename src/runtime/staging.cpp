@@ -1,7 +1,6 @@
 #include "runtime/staging.h"
 
 #include <cstring>
-#include <deque>
 
 #include "runtime/layout.h"
 #include "runtime/tensor.h"
@@ -10,11 +9,14 @@ namespace fovea::runtime {
 
 namespace {
 
-// Where a tensor goes: q, k and v into rows for the copy engine, the rest without gaps.
-Tensor staged(const Argument& argument, const Tensor& tensor, void* data) {
-  const bool streamed = argument.tensor == &Problem::q || argument.tensor == &Problem::k ||
-                        argument.tensor == &Problem::v;
+// Where a tensor goes: what the copy engine reads into rows for it, the rest without gaps.
+Tensor staged(const Tensor& tensor, bool streamed, void* data) {
   return streamed ? dense_rows(tensor, data) : contiguous(data, tensor.dtype, tensor.shape);
+}
+
+bool is_streamed(const Argument& argument) {
+  return argument.tensor == &Problem::q || argument.tensor == &Problem::k ||
+         argument.tensor == &Problem::v;
 }
 
 std::size_t bytes_of(const Tensor& staged) {
@@ -49,62 +51,63 @@ void copy_elements(const Tensor& from, const Tensor& to) {
   }
 }
 
-// Device memory of one call, and the host memory that copies are in flight from.
-class Stage {
- public:
-  explicit Stage(Device& device) : device_(device) {}
-
-  void* allocate(std::size_t bytes) {
-    return reinterpret_cast<void*>(buffers_.emplace_back(device_, bytes).address());
-  }
-
-  Tensor upload(const Argument& argument, const Tensor& tensor) {
-    Tensor target = staged(argument, tensor, nullptr);
-    const std::size_t bytes = bytes_of(target);
-    target.data = allocate(bytes);
-    if (argument.is_output || bytes == 0) return target;
-    std::vector<std::byte>& dense = hosts_.emplace_back(bytes);
-    copy_elements(tensor, staged(argument, tensor, dense.data()));
-    device_.copy_to_device(reinterpret_cast<DeviceAddress>(target.data), dense.data(), bytes);
-    return target;
-  }
-
-  std::span<const std::int32_t> upload(std::span<const std::int32_t> list) {
-    if (!is_given(list)) return list;
-    void* target = allocate(list.size_bytes());
-    device_.copy_to_device(reinterpret_cast<DeviceAddress>(target), list.data(), list.size_bytes());
-    return {static_cast<const std::int32_t*>(target), list.size()};
-  }
-
-  void download(const Tensor& from, const Tensor& to) {
-    const std::size_t bytes = bytes_of(from);
-    if (bytes == 0) return;
-    std::vector<std::byte> dense(bytes);
-    device_.copy_to_host(dense.data(), reinterpret_cast<DeviceAddress>(from.data), bytes);
-    device_.synchronize(Stream{});
-    Tensor source = from;
-    source.data = dense.data();
-    copy_elements(source, to);
-  }
-
- private:
-  Device& device_;
-  std::deque<DeviceBuffer> buffers_;
-  std::deque<std::vector<std::byte>> hosts_;
-};
-
 constexpr std::span<const std::int32_t> Problem::*lists[] = {
     &Problem::cu_seqlens_q, &Problem::cu_seqlens_k, &Problem::seqused_q, &Problem::seqused_k,
     &Problem::block_table};
 
 }  // namespace
 
+void* Stage::allocate(std::size_t bytes) {
+  return reinterpret_cast<void*>(buffers_.emplace_back(device_, bytes).address());
+}
+
+Tensor Stage::place(const Tensor& tensor, bool streamed) {
+  Tensor target = staged(tensor, streamed, nullptr);
+  target.data = allocate(bytes_of(target));
+  return target;
+}
+
+Tensor Stage::upload(const Tensor& tensor, bool streamed) {
+  const Tensor target = place(tensor, streamed);
+  const std::size_t bytes = bytes_of(target);
+  if (bytes == 0) return target;
+  std::vector<std::byte>& dense = hosts_.emplace_back(bytes);
+  copy_elements(tensor, staged(tensor, streamed, dense.data()));
+  device_.copy_to_device(reinterpret_cast<DeviceAddress>(target.data), dense.data(), bytes);
+  return target;
+}
+
+void Stage::upload_lists(Problem& problem) {
+  for (const auto list : lists) {
+    const std::span<const std::int32_t> host = problem.*list;
+    if (!is_given(host)) continue;
+    void* target = allocate(host.size_bytes());
+    device_.copy_to_device(reinterpret_cast<DeviceAddress>(target), host.data(), host.size_bytes());
+    problem.*list = {static_cast<const std::int32_t*>(target), host.size()};
+  }
+}
+
+void Stage::download(const Tensor& from, const Tensor& to) {
+  const std::size_t bytes = bytes_of(from);
+  if (bytes == 0) return;
+  std::vector<std::byte> dense(bytes);
+  device_.copy_to_host(dense.data(), reinterpret_cast<DeviceAddress>(from.data), bytes);
+  device_.synchronize(Stream{});
+  Tensor source = from;
+  source.data = dense.data();
+  copy_elements(source, to);
+}
+
+Tensor staged_tensor(const Tensor& tensor, bool streamed) {
+  return tensor.present ? staged(tensor, streamed, reinterpret_cast<void*>(256)) : tensor;
+}
+
 Problem staged_layout(const Problem& problem) {
   Problem result = problem;
   result.memory = Memory::device;
   for (const Argument& argument : arguments) {
     Tensor& tensor = result.*argument.tensor;
-    if (tensor.present) tensor = staged(argument, tensor, reinterpret_cast<void*>(256));
+    tensor = staged_tensor(tensor, is_streamed(argument));
   }
   return result;
 }
@@ -117,9 +120,11 @@ void run_staged(const GpuPlan& plan, const Problem& problem, const core::Problem
   there.memory = Memory::device;
   for (const Argument& argument : arguments) {
     const Tensor& tensor = problem.*argument.tensor;
-    if (tensor.present) there.*argument.tensor = stage.upload(argument, tensor);
+    if (!tensor.present) continue;
+    there.*argument.tensor = argument.is_output ? stage.place(tensor, is_streamed(argument))
+                                                : stage.upload(tensor, is_streamed(argument));
   }
-  for (const auto list : lists) there.*list = stage.upload(problem.*list);
+  stage.upload_lists(there);
   const std::size_t bytes = plan.workspace_bytes();
   auto* workspace = static_cast<std::byte*>(stage.allocate(bytes));
   const Extents extents{validated.batch, validated.seqlen_q, validated.seqlen_k};
