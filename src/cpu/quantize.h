@@ -17,8 +17,7 @@ struct Fp8Operands {
 
 // Quantises the problem's q, k and v, of any dtype and strides; rows that no sequence uses too. An
 // element that is not finite becomes a NaN (with rotation: its row does) and takes no part in
-// scales. Every byte of the operands is written but rows outside
-// of all sequences.
+// scales. Every byte of the operands is written but rows outside of all sequences.
 void quantize(const core::Problem& problem, const core::QuantizeOptions& options,
               const Fp8Operands& operands);
 

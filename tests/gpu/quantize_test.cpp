@@ -83,7 +83,7 @@ std::vector<std::vector<uint8>> run_on_cpu(const core::Problem& p,
   const auto neutral = std::vector<float>(all[3].size() / sizeof(float), 1.0f);
   std::memcpy(all[3].data(), neutral.data(), all[3].size());
   cpu::quantize(
-      p, total, options,
+      p, options,
       {all[0].data(), all[1].data(), all[2].data(), reinterpret_cast<float*>(all[3].data()),
        reinterpret_cast<core::KeyScale*>(all[4].data())});
   return all;
