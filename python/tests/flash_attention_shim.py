@@ -32,6 +32,7 @@ LEFT_OUT = {
     "test_flash_attn_bwd_overflow": "is about the GPU's fp16 accumulators",
     "test_flash3_bw_compatibility": "compares schemas of flash-attention's own operators",
     "test_flash_attn_generator_arg_must_be_none": "calls flash-attention's C++ extension",
+    "test_flash_attn_varlen_paged_kv_num_splits": "calls an internal function of flash-attention",
     "test_flash_attn_kvcache_paged_block_table_bounds": "calls flash-attention's C++ extension",
 }
 NO_WEIGHTS = "reads flash-attention's matrix of dropped weights, which fovea never has in memory"
