@@ -226,12 +226,14 @@ std::size_t forward_workspace_bytes(const Problem& p, const ForwardConfig& confi
   return c != nullptr && c->split ? partial_bytes(p, forward_splits(p, *c, sm_count)) : 0;
 }
 
-ForwardKernel::ForwardKernel(Device& device, const ForwardConfig& config, Jit& jit)
+ForwardKernel::ForwardKernel(Device& device, const ForwardConfig& config, Jit& jit,
+                             bool tolerates_spills)
     : device_(device), config_(config) {
   CompileRequest request;
   request.text = forward_text(config);
   request.arch = device.properties().arch;
   request.format = device.properties().image_format;
+  request.strict = !tolerates_spills;
   compiled_ = jit.compile(request);
   kernel_ = device.load(compiled_.image->bytes, kernel_entry);
   const auto* c = std::get_if<FwdConfig>(&config);

@@ -80,8 +80,10 @@ ForwardTiles fill_forward_params(core::FwdParams& params, const ForwardCall& cal
 // A compiled and loaded forward kernel. Its device must outlive it.
 class ForwardKernel {
  public:
-  // Throws CompileError, Unsupported (no compiler) or DeviceError.
-  ForwardKernel(Device& device, const ForwardConfig& config, Jit& jit = default_jit());
+  // Throws CompileError, also where ptxas spills unless that is tolerated, Unsupported (no
+  // compiler) or DeviceError.
+  ForwardKernel(Device& device, const ForwardConfig& config, Jit& jit = default_jit(),
+                bool tolerates_spills = false);
 
   // Puts one launch into the stream, two where keys are split.
   void run(const ForwardCall& call, Stream stream = {}) const;

@@ -46,6 +46,21 @@ class ForwardProgram final : public GpuProgram {
   std::size_t scratch_bytes_;
 };
 
+// The kernel of a configuration, or of the nearest that fits the registers. Where none does, one
+// that spills: slow, but right.
+std::shared_ptr<const ForwardKernel> fitting_kernel(Device& device, const ForwardConfig& chosen) {
+  std::vector<ForwardConfig> ladder = leaner_forwards(chosen);
+  ladder.insert(ladder.begin(), chosen);
+  for (const ForwardConfig& config : ladder) {
+    try {
+      return std::make_shared<const ForwardKernel>(device, config);
+    } catch (const CompileError&) {
+      continue;
+    }
+  }
+  return std::make_shared<const ForwardKernel>(device, chosen, default_jit(), true);
+}
+
 }  // namespace
 
 std::vector<std::string> supports(const core::Problem& problem, const GpuTarget& target) {
@@ -59,10 +74,14 @@ std::shared_ptr<const GpuProgram> prepare(const core::Problem& problem, Device& 
   ForwardConfig config =
       choose_forward(problem, softmax_policy(options.softmax), chip.arch, chip.sm_count);
   override_forward(config, options.configuration);
-  auto kernel = kernels->get(device, forward_text(config),
-                             [&] { return std::make_shared<const ForwardKernel>(device, config); });
-  return std::make_shared<const ForwardProgram>(
-      std::move(kernel), forward_workspace_bytes(problem, config, chip.sm_count));
+  const bool by_hand = !options.configuration.empty();
+  auto kernel = kernels->get(device, forward_text(config), [&] {
+    return by_hand ? std::make_shared<const ForwardKernel>(device, config)
+                   : fitting_kernel(device, config);
+  });
+  const std::size_t scratch_bytes =
+      forward_workspace_bytes(problem, kernel->config(), chip.sm_count);
+  return std::make_shared<const ForwardProgram>(std::move(kernel), scratch_bytes);
 }
 
 }  // namespace fovea::runtime::forward_program

@@ -209,6 +209,25 @@ std::vector<ForwardConfig> forward_candidates(const ForwardConfig& chosen) {
   return list;
 }
 
+std::vector<ForwardConfig> leaner_forwards(const ForwardConfig& chosen) {
+  std::vector<ForwardConfig> list;
+  const auto* hopper = std::get_if<FwdConfig>(&chosen);
+  if (hopper == nullptr) return list;
+  FwdConfig c = *hopper;
+  // Two warpgroups have half as many registers again for each thread as three. Packed heads stay
+  // as they are: how many fit depends on the rows of a tile.
+  if (c.warpgroups == 3 && !c.packed) {
+    c.warpgroups = 2;
+    list.emplace_back(c);
+  }
+  for (const int32 tile_k : {96, 64, 48, 32}) {
+    if (tile_k >= c.tile_k) continue;
+    c.tile_k = tile_k;
+    list.emplace_back(c);
+  }
+  return list;
+}
+
 std::vector<ForwardConfig> forward_ablations(const ForwardConfig& chosen) {
   std::vector<ForwardConfig> list{chosen};
   std::visit(

@@ -27,6 +27,10 @@ model::ForwardShape forward_shape(const ForwardConfig& config);
 // The tiles and stages to choose from, with everything else as in `chosen`.
 std::vector<ForwardConfig> forward_candidates(const ForwardConfig& chosen);
 
+// Of `chosen`, what needs fewer registers, the fastest first: for features that ptxas cannot fit
+// beside the chosen tile.
+std::vector<ForwardConfig> leaner_forwards(const ForwardConfig& chosen);
+
 // `chosen`, and each switch of its schedule off in turn.
 std::vector<ForwardConfig> forward_ablations(const ForwardConfig& chosen);
 

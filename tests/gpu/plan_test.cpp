@@ -94,7 +94,8 @@ TEST(GpuPlan, CountsRepairsFromZeroInEveryRun) {
   // Logits that rise by 10 from key block to key block, in the order of visiting: the last first.
   call.fill_q([](Index, Index, Index, Index d) { return d == 0 ? 8.0 : 0.0; });
   call.fill_k([](Index, Index j, Index, Index d) {
-    return d == 0 ? -10.0 * static_cast<double>(j / 128) : 0.0;
+    const Index block = j / 128;
+    return d == 0 ? -10.0 * static_cast<double>(block) : 0.0;
   });
   DeviceCall there(call, gpu());
   Options options = gpu_options();
@@ -256,6 +257,8 @@ struct Graphs {
   int (*end)(void* stream, void** graph);
   int (*instantiate)(void** executable, void* graph, unsigned long long flags);
   int (*launch)(void* executable, void* stream);
+  int (*retain)(void** context, int device);
+  int (*set_current)(void* context);
 };
 
 Graphs graphs() {
@@ -268,6 +271,8 @@ Graphs graphs() {
   load(g.end, "cuStreamEndCapture");
   load(g.instantiate, "cuGraphInstantiateWithFlags");
   load(g.launch, "cuGraphLaunch");
+  load(g.retain, "cuDevicePrimaryCtxRetain");
+  load(g.set_current, "cuCtxSetCurrent");
   return g;
 }
 
@@ -275,6 +280,11 @@ Graphs graphs() {
 // the input has changed proves that it is all in the stream.
 TEST(GpuGraph, CapturesARunAndReplaysItOnNewInput) {
   if (gpu() != Device::cuda) GTEST_SKIP() << "only a GPU has graphs";
+  // Instantiating works in the thread's current context; fovea makes its own current only in calls.
+  const Graphs g = graphs();
+  void* context = nullptr;
+  ASSERT_EQ(g.retain(&context, 0), 0);
+  ASSERT_EQ(g.set_current(context), 0);
   for (const Entry entry : {Entry::dense, Entry::varlen, Entry::paged}) {
     CaseSpec spec = bf16_case("graph");
     spec.entry = entry;
@@ -288,7 +298,6 @@ TEST(GpuGraph, CapturesARunAndReplaysItOnNewInput) {
     const runtime::DeviceBuffer workspace(device, chosen.workspace_bytes());
     const runtime::Stream stream = device.create_stream();
     there.problem.stream = stream.handle;
-    const Graphs g = graphs();
     constexpr int mode_global = 0;
     ASSERT_EQ(g.begin(stream.handle, mode_global), 0);
     chosen.run(there.problem,
