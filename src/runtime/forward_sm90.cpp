@@ -84,7 +84,7 @@ void choose_source(FwdConfig& c, const Problem& p) {
   c.source = core::Source::gather;
   // The copying threads need registers, too, and those that compute more for addresses.
   c.warpgroups = 2;
-  c.tile_k = std::max(c.tile_k - 16, 32);
+  if (c.tile_k > 64) c.tile_k -= 16;
   c.chunked =
       is_chunked(p.q, p.head_dim) && is_chunked(p.k, p.head_dim) && is_chunked(p.v, p.head_dim_v);
   c.ragged = true;
