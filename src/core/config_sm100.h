@@ -22,8 +22,16 @@ struct Fwd100Config {
   ScoreTransform transform = ScoreTransform::none;
   bool bound_right = false;  // causal, or a window's right bound: keys end by row
   bool bound_left = false;   // a window's left bound: keys begin by row
-  bool ragged = false;       // cu_seqlens or seqused are given
+  bool ragged = false;       // cu_seqlens, seqused or a block table are given
   bool has_sink = false;
+  Source source = Source::tma;  // or paged
+  bool packed = false;          // the query heads that share a key/value head are rows of one tile
+  bool split = false;  // tiles are parts of the keys; they leave out and lse of a part, in fp32
+  bool has_alibi = false;
+  bool has_bias = false;
+  DType bias_dtype = DType::f32;
+  bool has_mask = false;
+  bool has_dropout = false;
   bool tma_out = true;     // out has out_dtype == dtype and strides that the copy engine takes
   bool out_apart = true;   // out is staged in memory of its own, not in that of q
   bool persistent = true;  // CTAs take tile after tile
@@ -37,6 +45,14 @@ inline constexpr int32 query_tile_rows = 128;  // lanes of tensor memory
 inline constexpr int32 tensor_columns = 512;
 
 constexpr bool is_windowed(const Fwd100Config& c) { return c.bound_left || c.bound_right; }
+// As for FwdConfig.
+constexpr bool modifies_scores(const Fwd100Config& c) {
+  return c.has_alibi || c.has_bias || c.has_mask;
+}
+constexpr bool rows_differ(const Fwd100Config& c) {
+  return is_windowed(c) || c.has_bias || c.has_mask || c.has_dropout;
+}
+constexpr DType stored_dtype(const Fwd100Config& c) { return c.split ? DType::f32 : c.out_dtype; }
 constexpr int32 rows_of(const Fwd100Config& c) { return query_tile_rows * c.query_tiles; }
 constexpr int32 query_box_rows(const Fwd100Config&) { return query_tile_rows; }
 constexpr int32 out_box_rows(const Fwd100Config&) { return query_tile_rows; }

@@ -21,7 +21,7 @@ struct RowTotal {
   float top, total, share;
 };
 
-template <FwdConfig C>
+template <auto C>
 __forceinline__ RowTotal total_of(const FwdParams& params, int32 head, float reference, float sum) {
   RowTotal row{reference, sum, 1.0f};
   if constexpr (C.has_sink) {
@@ -34,7 +34,7 @@ __forceinline__ RowTotal total_of(const FwdParams& params, int32 head, float ref
   return row;
 }
 
-template <FwdConfig C>
+template <auto C>
 struct ExactRow {
   static constexpr int32 query_slots = (C.head_dim + 31) / 32;
   static constexpr int32 output_slots = (C.head_dim_v + 31) / 32;

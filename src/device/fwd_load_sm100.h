@@ -25,26 +25,54 @@ struct Load100 {
     for (int32 t = 0; t < C.query_tiles; ++t) {
       if (tile.spans[t].count() == 0) continue;
       plan.q_ring[t].wait_free(q_states[t]);
+      const int32 row = tile.row_q + tile.q_begin + queries_per_tile<C>(params) / C.query_tiles * t;
       if (leader) {
         plan.q_ring[t].expect(q_states[t], Plan::q_bytes);
         const CachePolicy once = cache_policy_evict_first();
 #pragma unroll
         for (int32 panel = 0; panel < Plan::panels_qk; ++panel) {
-          tma_load(shared_address(plan.q[t]) + panel * Plan::panel_bytes, &params.q,
-                   plan.q_ring[t].full[0],
-                   {panel * core::panel_columns, tile.row_q + tile.q_begin + 128 * t, tile.head,
-                    tile.batch_q},
-                   once);
+          const SharedAddress target = shared_address(plan.q[t]) + panel * Plan::panel_bytes;
+          const int32 column = panel * core::panel_columns;
+          if constexpr (C.packed) {
+            tma_load(target, &params.q, plan.q_ring[t].full[0],
+                     {column, 0, row, tile.head_kv, tile.batch_q}, once);
+          } else {
+            tma_load(target, &params.q, plan.q_ring[t].full[0],
+                     {column, row, tile.head, tile.batch_q}, once);
+          }
         }
       }
       q_states[t].advance();
     }
   }
 
+  // A tile of keys or values: a copy for each panel, or one for each panel and page, by a lane
+  // each.
   template <int32 panel_count>
   __forceinline__ void load_panels(const TensorMap* map, Barrier& full, const Fwd100Tile& tile,
                                    int32 block) {
+    if (leader) mbarrier_arrive_expect_bytes(full, panel_count * Plan::panel_bytes);
     const CachePolicy again = cache_policy_evict_last();
+    if constexpr (C.source == Source::paged) {
+      const int32 box = params.page_box;
+      const int32 lane = lane_index();
+      if (lane * box >= C.tile_k) return;
+      // Boxes without a key that is seen repeat the nearest one with: their pages may not exist.
+      const int32 first = tile.key_begin / box * box;
+      const int32 last = (tile.key_end - 1) / box * box;
+      const int32 key = min(max(block * C.tile_k + lane * box, first), last);
+      const int32 page = key / params.page_size;
+      const int32 batch = params.block_table[tile.sequence * params.block_table_stride + page];
+      const int32 row = key - page * params.page_size;
+#pragma unroll
+      for (int32 panel = 0; panel < panel_count; ++panel) {
+        tma_load(shared_address(plan.keys[state.stage]) + panel * Plan::panel_bytes +
+                     static_cast<uint32>(lane * box) * Plan::row_bytes,
+                 map, full, {panel * core::panel_columns, row, tile.head_kv, batch}, again);
+      }
+      return;
+    }
+    if (!leader) return;
 #pragma unroll
     for (int32 panel = 0; panel < panel_count; ++panel) {
       tma_load(
@@ -56,10 +84,7 @@ struct Load100 {
 
   __forceinline__ void load_keys(const Fwd100Tile& tile, int32 block) {
     plan.key_ring.wait_free(state);
-    if (leader) {
-      plan.key_ring.expect(state, Plan::panels_qk * Plan::panel_bytes);
-      load_panels<Plan::panels_qk>(&params.k, plan.key_ring.full[state.stage], tile, block);
-    }
+    load_panels<Plan::panels_qk>(&params.k, plan.key_ring.full[state.stage], tile, block);
     state.advance();
   }
 
@@ -67,24 +92,17 @@ struct Load100 {
   // this warp's own, and the ring's gets a plain arrival once they are clean.
   __forceinline__ void load_values(const Fwd100Tile& tile, int32 block) {
     plan.key_ring.wait_free(state);
-    constexpr uint32 bytes = Plan::panels_v * Plan::panel_bytes;
     if constexpr (core::is_windowed(C) || C.ragged) {
       edge_begin = max(0, tile.key_begin - block * C.tile_k);
       edge_end = min(C.tile_k, tile.key_end - block * C.tile_k);
       if (edge_begin > 0 || edge_end < C.tile_k) {
-        if (leader) {
-          mbarrier_arrive_expect_bytes(plan.edge_full, bytes);
-          load_panels<Plan::panels_v>(&params.v, plan.edge_full, tile, block);
-        }
+        load_panels<Plan::panels_v>(&params.v, plan.edge_full, tile, block);
         edge_stage = state.stage;
         state.advance();
         return;
       }
     }
-    if (leader) {
-      plan.key_ring.expect(state, bytes);
-      load_panels<Plan::panels_v>(&params.v, plan.key_ring.full[state.stage], tile, block);
-    }
+    load_panels<Plan::panels_v>(&params.v, plan.key_ring.full[state.stage], tile, block);
     state.advance();
   }
 

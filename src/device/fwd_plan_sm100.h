@@ -67,16 +67,28 @@ struct Fwd100Plan {
   static_assert(C.head_dim % 16 == 0 && C.head_dim_v % 16 == 0 && C.head_dim_v <= 256);
   static_assert(core::output_column(C, C.query_tiles) <= core::tensor_columns);
   static_assert(C.stages >= 2 && (C.out_apart || panels_qk >= panels_v));
-  static_assert(!C.tma_out || C.out_dtype == C.dtype);
+  static_assert(!C.tma_out || (C.out_dtype == C.dtype && !C.packed && !C.split));
+  static_assert(!C.split || !C.has_sink, "the sink is added once, by the combining kernel");
+  static_assert(C.source != Source::gather);
 };
+
+// What a span has in common with blocks [begin, end).
+__forceinline__ KeySpan clipped(KeySpan span, int32 begin, int32 end) {
+  const auto inside = [&](int32 block) { return min(max(block, begin), end); };
+  return {span.key_begin,          span.key_end,          inside(span.begin),
+          inside(span.full_begin), inside(span.full_end), inside(span.end)};
+}
 
 template <Fwd100Config C>
 __forceinline__ Fwd100Tile find_query_tiles(const FwdParams& params, int32 index) {
   Fwd100Tile tile;
   static_cast<FwdTile&>(tile) = find_tile<C>(params, index);
+  const int32 queries = queries_per_tile<C>(params) / C.query_tiles;
 #pragma unroll
   for (int32 t = 0; t < C.query_tiles; ++t) {
-    tile.spans[t] = find_span<C>(tile, params, tile.q_begin + 128 * t, 128);
+    KeySpan span = find_span<C>(tile, params, tile.q_begin + queries * t, queries);
+    if constexpr (C.split) span = clipped(span, tile.begin, tile.end);
+    tile.spans[t] = span;
   }
   return tile;
 }

@@ -10,7 +10,7 @@
 namespace fovea::device {
 
 // A raw product of q and k after scale or softcap; what is left to multiply by is score_scale().
-template <FwdConfig C>
+template <auto C>
 __forceinline__ float transformed(const FwdParams& params, float raw) {
   if constexpr (C.transform == ScoreTransform::scale) return raw * params.transform_in;
   if constexpr (C.transform == ScoreTransform::softcap) {
@@ -19,7 +19,7 @@ __forceinline__ float transformed(const FwdParams& params, float raw) {
   return raw;
 }
 
-template <FwdConfig C>
+template <auto C>
 __forceinline__ float score_scale(const FwdParams& params) {
   return C.transform == ScoreTransform::none ? params.scale_log2 : 1.0f;
 }
@@ -32,7 +32,7 @@ __forceinline__ float load_float(const void* data, int64 index) {
 }
 
 // One query row as its scores see it.
-template <FwdConfig C>
+template <auto C>
 struct ScoreRow {
   static_assert(!core::modifies_scores(C) || C.transform != ScoreTransform::none,
                 "what is added to scores is in log2 units");

@@ -17,6 +17,7 @@
 // running maximum in tiles that no mask touches: docs/kernels/softmax.md.
 #pragma once
 
+#include "device/fwd_exact_row.h"
 #include "device/fwd_load_sm100.h"
 #include "device/fwd_plan_sm100.h"
 #include "device/scores.h"
@@ -238,39 +239,17 @@ struct Softmax100 {
 
   // -- Scores
 
-  // Gives the chunks of scores [first, last) to use(chunk, words), each loaded while the one before
-  // is in use.
-  template <int32 first, int32 last, typename Use>
-  __forceinline__ void stream(Use use) {
-    uint32 words[2][chunk];
-    tcgen05_load_32x32b_x32(words[0], scores() + chunk * first);
-#pragma unroll
-    for (int32 i = first; i < last; ++i) {
-      uint32(&now)[chunk] = words[(i - first) % 2];
-      tcgen05_wait_load();
-      tcgen05_hold(now);
-      if (i + 1 < last) {
-        tcgen05_load_32x32b_x32(words[(i + 1 - first) % 2], scores() + chunk * (i + 1));
-      }
-      use(i, now);
-    }
-  }
+  // Where this thread's row stands, and the block of keys it meets.
+  struct Place {
+    const Fwd100Tile& tile;
+    int32 block;
+    FwdRow at;
+    ScoreRow<C> row;
+  };
 
-  __forceinline__ float scale() const {
-    return C.transform == ScoreTransform::none ? params.scale_log2 : 1.0f;
-  }
-
-  __forceinline__ void transform(uint32 (&words)[chunk]) const {
-    if constexpr (C.transform != ScoreTransform::none) {
-#pragma unroll
-      for (int32 i = 0; i < chunk; ++i) {
-        float x = __uint_as_float(words[i]) * params.transform_in;
-        if constexpr (C.transform == ScoreTransform::softcap) {
-          x = tanh_accurate(x) * params.transform_out;
-        }
-        words[i] = __float_as_uint(x);
-      }
-    }
+  __forceinline__ Place place_of(const Fwd100Tile& tile, int32 block) const {
+    const FwdRow at = find_row<C>(params, tile, 128 * query_tile + row());
+    return {tile, block, at, ScoreRow<C>(params, tile, at)};
   }
 
   // Columns [first, first + width) of a block, which this thread's row sees.
@@ -279,16 +258,54 @@ struct Softmax100 {
     uint32 width;
   };
 
-  __forceinline__ Visible visible(const Fwd100Tile& tile, int32 block) const {
+  // Where little is done to a score, the next chunk is loaded while one is in use; elsewhere the
+  // other warps' work hides the load, and registers are dearer.
+  static constexpr bool loads_ahead =
+      C.transform != ScoreTransform::softcap && !core::modifies_scores(C) && !C.has_dropout;
+
+  // Gives the chunks of scores [first, last) to use(chunk, words).
+  template <int32 first, int32 last, typename Use>
+  __forceinline__ void stream(Use use) {
+    uint32 words[loads_ahead ? 2 : 1][chunk];
+    const auto load = [&](int32 i) {
+      tcgen05_load_32x32b_x32(words[loads_ahead ? (i - first) % 2 : 0], scores() + chunk * i);
+    };
+    if constexpr (loads_ahead) load(first);
+#pragma unroll
+    for (int32 i = first; i < last; ++i) {
+      if constexpr (!loads_ahead) load(i);
+      uint32(&now)[chunk] = words[loads_ahead ? (i - first) % 2 : 0];
+      tcgen05_wait_load();
+      tcgen05_hold(now);
+      if (loads_ahead && i + 1 < last) load(i + 1);
+      use(i, now);
+    }
+  }
+
+  __forceinline__ float scale() const { return score_scale<C>(params); }
+
+  // Raw scores of a chunk to scores, with what position adds.
+  __forceinline__ void transform(uint32 (&words)[chunk], int32 index, const Place& place) const {
+    if constexpr (C.transform != ScoreTransform::none) {
+#pragma unroll
+      for (int32 i = 0; i < chunk; ++i) {
+        const float score = transformed<C>(params, __uint_as_float(words[i]));
+        words[i] =
+            __float_as_uint(place.row.modified(score, place.block * C.tile_k + chunk * index + i));
+      }
+    }
+  }
+
+  __forceinline__ Visible visible(const Place& place) const {
+    const Fwd100Tile& tile = place.tile;
     int32 begin = 0;
     int32 end = tile.length_k;
     if constexpr (core::is_windowed(C)) {
-      const int32 position =
-          tile.q_begin + 128 * query_tile + row() + tile.length_k - tile.length_q;
+      const int32 position = place.at.query + tile.length_k - tile.length_q;
       if constexpr (C.bound_left) begin = max(0, position - params.window_left);
       if constexpr (C.bound_right) end = min(end, position + params.window_right + 1);
     }
-    return {begin - block * C.tile_k, static_cast<uint32>(max(0, end - begin))};
+    return {begin - place.block * C.tile_k, static_cast<uint32>(max(0, end - begin))};
   }
 
   // Hides what a row does not see: selects, so that what was there reaches nothing.
@@ -335,17 +352,25 @@ struct Softmax100 {
     return (pair + 1) * C.polynomial / 16 != pair * C.polynomial / 16;
   }
 
-  // Weights 2^(score x by - base), summed up and packed.
+  // Weights 2^(score x by - base), summed up and packed. Dropped ones count in the sum alone.
   template <bool guarded>
-  static __forceinline__ void exponentiate(const uint32 (&words)[chunk], float by, float base,
-                                           float2& total, uint32* packed) {
+  __forceinline__ void exponentiate(const uint32 (&words)[chunk], float by, float base,
+                                    const Place& place, int32 index, float2& total,
+                                    uint32* packed) const {
+    core::Philox4 random{};
 #pragma unroll
     for (int32 i = 0; i < chunk / 2; ++i) {
       float2 x{__uint_as_float(words[2 * i]), __uint_as_float(words[2 * i + 1])};
       x = fma_f32x2(x, float2{by, by}, float2{-base, -base});
-      const float2 e = by_polynomial(i) ? exp2_by_polynomial<guarded>(x)
-                                        : float2{exp2_approximate(x.x), exp2_approximate(x.y)};
+      float2 e = by_polynomial(i) ? exp2_by_polynomial<guarded>(x)
+                                  : float2{exp2_approximate(x.x), exp2_approximate(x.y)};
       total = add_f32x2(total, e);
+      if constexpr (C.has_dropout) {
+        const int32 column = place.block * C.tile_k + chunk * index + 2 * i;
+        if (i % 2 == 0) random = dropout_words(params, place.tile, place.at, column / 4);
+        if (random.word[2 * (i % 2)] < params.dropout_threshold) e.x = 0.0f;
+        if (random.word[2 * (i % 2) + 1] < params.dropout_threshold) e.y = 0.0f;
+      }
       packed[i] = pack<C.dtype>(e.x, e.y);
     }
   }
@@ -398,13 +423,12 @@ struct Softmax100 {
 
   // Weights of keys [from, tile_k) with their true maximum known first: scores are read twice.
   template <bool masked, int32 from>
-  __forceinline__ void take_exactly(const Fwd100Tile& tile, int32 block, bool first,
-                                    float threshold) {
+  __forceinline__ void take_exactly(const Place& place, bool first, float threshold) {
     Visible seen_here{};
-    if constexpr (masked) seen_here = visible(tile, block);
+    if constexpr (masked) seen_here = visible(place);
     float top = -infinity;
     stream<from / chunk, C.tile_k / chunk>([&](int32 index, uint32(&words)[chunk]) {
-      transform(words);
+      transform(words, index, place);
       if constexpr (masked) mask(words, index, seen_here);
 #pragma unroll
       for (int32 i = 0; i < chunk; i += 2) {
@@ -423,7 +447,7 @@ struct Softmax100 {
     const bool scale_first = __any_sync(0xffffffffu, far(base));
     float2 total{0.0f, 0.0f};
     stream<from / chunk, C.tile_k / chunk>([&](int32 index, uint32(&words)[chunk]) {
-      transform(words);
+      transform(words, index, place);
       if constexpr (masked) mask(words, index, seen_here);
       uint32 packed[chunk / 2];
       if (scale_first) {
@@ -432,7 +456,7 @@ struct Softmax100 {
           words[i] = __float_as_uint(__uint_as_float(words[i]) * scale());
         }
       }
-      exponentiate<false>(words, scale_first ? 1.0f : scale(), base, total, packed);
+      exponentiate<false>(words, scale_first ? 1.0f : scale(), base, place, index, total, packed);
       store_weights(index, packed);
       if (index == C.first_part / chunk - 1) hand_over<0>();
     });
@@ -444,14 +468,15 @@ struct Softmax100 {
   // bounds the largest; false where a row of this warp has outgrown its reference, or has none.
   // Then nothing has been written, and the scores are still there.
   template <int32 from, int32 to>
-  __forceinline__ bool take_guarded() {
+  __forceinline__ bool take_guarded(const Place& place) {
     // A reference too far out, or none yet: infinity, or NaN, cannot pass the vote.
     const float base = far(reference) ? -infinity : reference;
     float2 total{0.0f, 0.0f};
     uint32 packed[(to - from) / 2];
     stream<from / chunk, to / chunk>([&](int32 index, uint32(&words)[chunk]) {
-      transform(words);
-      exponentiate<true>(words, scale(), base, total, packed + chunk / 2 * (index - from / chunk));
+      transform(words, index, place);
+      exponentiate<true>(words, scale(), base, place, index, total,
+                         packed + chunk / 2 * (index - from / chunk));
     });
     const float part = total.x + total.y;
     if (__any_sync(0xffffffffu, !(part <= core::rescale_threshold))) return false;
@@ -463,16 +488,16 @@ struct Softmax100 {
     return true;
   }
 
-  __forceinline__ void take_unmasked(const Fwd100Tile& tile, int32 block) {
-    if (!take_guarded<0, C.first_part>()) {
+  __forceinline__ void take_unmasked(const Place& place) {
+    if (!take_guarded<0, C.first_part>(place)) {
       count_rows(params, 1);
-      take_exactly<false, 0>(tile, block, false, 0.0f);
+      take_exactly<false, 0>(place, false, 0.0f);
       return;
     }
     hand_over<0>();
-    if (!take_guarded<C.first_part, C.tile_k>()) {
+    if (!take_guarded<C.first_part, C.tile_k>(place)) {
       count_rows(params, 1);
-      take_exactly<false, C.first_part>(tile, block, false, 0.0f);
+      take_exactly<false, C.first_part>(place, false, 0.0f);
       return;
     }
     hand_over<1>();
@@ -482,14 +507,15 @@ struct Softmax100 {
     constexpr float threshold =
         C.softmax == SoftmaxPolicy::online ? 0.0f : core::rescale_threshold_log2;
     const bool first = block == span.end - 1;
+    const Place place = place_of(tile, block);
     mbarrier_wait(plan.scores_full[slot()], slot_parity<C>(seen));
     tcgen05_fence_after();
     if (block >= span.full_end || block < span.full_begin) {
-      take_exactly<true, 0>(tile, block, first, threshold);
+      take_exactly<true, 0>(place, first, threshold);
     } else if (first || core::is_corrected(C)) {
-      take_exactly<false, 0>(tile, block, first, threshold);
+      take_exactly<false, 0>(place, first, threshold);
     } else {
-      take_unmasked(tile, block);
+      take_unmasked(place);
     }
     ++seen;
   }
@@ -559,6 +585,10 @@ struct Correct100 {
     arrive_warp(plan.output_ready[slot]);
   }
 
+  __forceinline__ FwdRow row_of(const Fwd100Tile& tile, int32 t) const {
+    return find_row<C>(params, tile, 128 * t + row());
+  }
+
   // By what a row's output is multiplied in the end; zero where nothing was seen.
   __forceinline__ float finish_row(const Fwd100Tile& tile, int32 t) {
     float sum = 0.0f;
@@ -570,29 +600,24 @@ struct Correct100 {
       arrive_warp(plan.row_ring[t].free[0]);
       row_states[t].advance();
     }
-    const int32 index = tile.q_begin + 128 * t + row();
-    float total = sum;
-    float top = reference;
-    float share = 1.0f;
-    if constexpr (C.has_sink) {
-      const float sink = params.sink[tile.head * params.sink_stride] * core::log2_e;
-      top = sink > reference ? sink : reference;
-      const float origin = top > -infinity ? top : 0.0f;
-      share = exp2_approximate(reference - origin);
-      total = fmaf(total, share, exp2_approximate(sink - origin));
+    const FwdRow at = row_of(tile, t);
+    const RowTotal all = total_of<C>(params, at.head, reference, sum);
+    const bool used = at.query < tile.length_q;
+    if (params.lse != nullptr && at.query < tile.capacity_q) {
+      int64 offset = tile.batch_q * params.lse_stride[0] + at.head * params.lse_stride[1] +
+                     (tile.row_q + at.query) * params.lse_stride[2];
+      if constexpr (C.split) offset += tile.split * params.lse_split_stride;
+      const bool some = used && !(all.total == 0.0f);
+      const float none = C.split && !used ? infinity : -infinity;
+      params.lse[offset] = some ? (all.top + log2_approximate(all.total)) * core::ln_2 : none;
     }
-    const bool used = index < tile.length_q;
-    if (params.lse != nullptr && index < tile.capacity_q) {
-      const bool some = used && !(total == 0.0f);
-      params.lse[tile.batch_q * params.lse_stride[0] + tile.head * params.lse_stride[1] +
-                 (tile.row_q + index) * params.lse_stride[2]] =
-          some ? (top + log2_approximate(total)) * core::ln_2 : -infinity;
-    }
-    return used && !(sum == 0.0f) ? share * reciprocal_approximate(total) : 0.0f;
+    const float kept = C.has_dropout ? params.keep_scale : 1.0f;
+    return used && !(sum == 0.0f) ? all.share * kept * reciprocal_approximate(all.total) : 0.0f;
   }
 
   // 16 columns of the output of this thread's row; zero x NaN shall be zero.
-  __forceinline__ void load_output(float (&values)[16], int32 t, int32 column, float factor) const {
+  __forceinline__ void load_output(float (&values)[16], int32 t, int32 column, float factor,
+                                   float& zero) const {
     uint32 words[16];
     tcgen05_load_32x32b_x16(words, output(t) + column);
     tcgen05_wait_load();
@@ -600,6 +625,7 @@ struct Correct100 {
 #pragma unroll
     for (int32 i = 0; i < 16; ++i) {
       values[i] = factor == 0.0f ? 0.0f : __uint_as_float(words[i]) * factor;
+      if constexpr (core::rows_differ(C)) zero = fmaf(values[i], 0.0f, zero);
     }
   }
 
@@ -608,14 +634,41 @@ struct Correct100 {
                  pack<C.dtype>(values[4], values[5]), pack<C.dtype>(values[6], values[7])};
   }
 
+  // Rows of this warp, a bit for each, whose result is not finite although some of the values they
+  // met were not theirs to see. Such rows are computed again, by themselves.
+  static __forceinline__ uint32 broken_rows(bool used, float zero) {
+    if constexpr (!core::rows_differ(C)) return 0;
+    return __ballot_sync(0xffffffffu, used && !(zero == 0.0f));
+  }
+
+  template <typename Store>
+  __forceinline__ void compute_again(const Fwd100Tile& tile, int32 t, uint32 broken, Store store) {
+    if constexpr (core::rows_differ(C)) {
+      __syncwarp();
+      for (; broken != 0; broken &= broken - 1) {
+        const int32 lane = __ffs(static_cast<int32>(broken)) - 1;
+        const int32 index = static_cast<int32>(threadIdx.x % 128) / 32 * 32 + lane;
+        const FwdRow at = find_row<C>(params, tile, 128 * t + index);
+        ExactRow<C> exact{params, tile, at};
+        exact.run();
+#pragma unroll
+        for (int32 slot = 0; slot < ExactRow<C>::output_slots; ++slot) {
+          const int32 column = lane_index() + 32 * slot;
+          if (column < params.head_dim_v) store(at, index, column, exact.output[slot]);
+        }
+      }
+    }
+  }
+
   // Through shared memory, in one piece. Neighbouring rows write to different banks.
-  __forceinline__ void stage_output(int32 t, float factor) {
+  __forceinline__ void stage_output(const Fwd100Tile& tile, int32 t, float factor) {
     const SharedAddress staging = plan.staging(t);
     if constexpr (C.out_apart) plan.out_ring[t].wait_free(out_states[t]);
+    float zero = 0.0f;  // or NaN
 #pragma unroll 1
     for (int32 column = 0; column < 64 * Plan::panels_v; column += 16) {
       float values[16] = {};
-      if (column < C.head_dim_v) load_output(values, t, column, factor);
+      if (column < C.head_dim_v) load_output(values, t, column, factor, zero);
 #pragma unroll
       for (int32 half = 0; half < 2; ++half) {
         const auto bytes = static_cast<uint32>(2 * (column + 8 * half));
@@ -624,13 +677,23 @@ struct Correct100 {
             pack_8(values + 8 * half));
       }
     }
+    compute_again(
+        tile, t, broken_rows(factor != 0.0f, zero),
+        [&](FwdRow, int32 index, int32 column, float value) {
+          uint8* place =
+              (C.out_apart ? plan.out + t * (Plan::panels_v * Plan::panel_bytes) : plan.q[t]) +
+              panel_offset(Swizzle::b128, 128, static_cast<uint32>(index),
+                           static_cast<uint32>(2 * column));
+          *reinterpret_cast<uint16*>(place) =
+              static_cast<uint16>(pack<C.dtype>(value, 0.0f) & 0xffffu);
+        });
     fence_proxy_async_shared();
     arrive_warp(plan.out_ring[t].full[0]);
     out_states[t].advance();
   }
 
   __forceinline__ void store_element(int64 offset, float value) {
-    if constexpr (C.out_dtype == DType::f32) {
+    if constexpr (core::stored_dtype(C) == DType::f32) {
       static_cast<float*>(params.out)[offset] = value;
     } else {
       static_cast<uint16*>(params.out)[offset] =
@@ -638,17 +701,23 @@ struct Correct100 {
     }
   }
 
+  __forceinline__ int64 out_offset(const Fwd100Tile& tile, FwdRow at) const {
+    int64 offset = tile.batch_q * params.out_stride[0] +
+                   (tile.row_q + at.query) * params.out_stride[1] + at.head * params.out_stride[2];
+    if constexpr (C.split) offset += tile.split * params.out_split_stride;
+    return offset;
+  }
+
   // Row by row: where rows end inside the tile, or out suits no copy engine.
   __forceinline__ void store_row(const Fwd100Tile& tile, int32 t, float factor, bool has_output) {
-    const int32 index = tile.q_begin + 128 * t + row();
-    const int64 offset = tile.batch_q * params.out_stride[0] +
-                         (tile.row_q + index) * params.out_stride[1] +
-                         tile.head * params.out_stride[2];
+    const FwdRow at = row_of(tile, t);
+    const int64 offset = out_offset(tile, at);
+    float zero = 0.0f;  // or NaN
 #pragma unroll 1
     for (int32 column = 0; column < C.head_dim_v; column += 16) {
       float values[16] = {};
-      if (has_output) load_output(values, t, column, factor);
-      if (index >= tile.capacity_q) continue;
+      if (has_output) load_output(values, t, column, factor, zero);
+      if (at.query >= tile.capacity_q) continue;
 #pragma unroll
       for (int32 i = 0; i < 16; i += 8) {
         if (C.tma_out && column + i + 8 <= params.head_dim_v) {
@@ -664,6 +733,10 @@ struct Correct100 {
         }
       }
     }
+    compute_again(tile, t, broken_rows(factor != 0.0f, zero),
+                  [&](FwdRow row, int32, int32 column, float value) {
+                    store_element(out_offset(tile, row) + column * params.out_stride[3], value);
+                  });
   }
 
   __forceinline__ void finish(const Fwd100Tile& tile, int32 t) {
@@ -675,7 +748,7 @@ struct Correct100 {
       tcgen05_fence_after();
     }
     if (is_staged<C>(tile, t)) {
-      stage_output(t, factor);
+      stage_output(tile, t, factor);
     } else {
       store_row(tile, t, factor, has_output);
       // Nobody stores from where q was: it is free again.

@@ -6,7 +6,7 @@
 // lack.
 #pragma once
 
-#include "core/config.h"
+#include "core/config_sm100.h"
 #include "core/mask.h"
 #include "device/ptx.h"
 
@@ -199,7 +199,7 @@ __forceinline__ FwdRow find_row(const FwdParams& params, const FwdTile& tile, in
 }
 
 // The row of a key in k or v.
-template <FwdConfig C>
+template <auto C>
 __forceinline__ const uint16* key_row(const FwdParams& params, const core::Rows& rows,
                                       const FwdTile& tile, int32 key) {
   int64 batch = tile.batch_k;

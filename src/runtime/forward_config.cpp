@@ -82,6 +82,45 @@ int32 packed_queries(const Problem& p, const core::FwdConfig& c) {
   return core::rows_of(c) / p.group_size();
 }
 
+int32 packed_queries(const Problem& p, const core::Fwd100Config& c) {
+  // Each query tile holds whole queries, and is full.
+  if (core::query_tile_rows % p.group_size() != 0) return 0;
+  return core::rows_of(c) / p.group_size();
+}
+
+bool should_pack(const Problem& p, int64 rows, int64 packed) {
+  if (p.group_size() == 1 || packed == 0) return false;
+  const auto filled = [](int64 count, int64 capacity) {
+    return static_cast<double>(count) / static_cast<double>(core::round_up(count, capacity));
+  };
+  const int64 queries = std::max<int64>(p.seqlen_q, 1);
+  const double usable = static_cast<double>(packed * p.group_size()) / static_cast<double>(rows);
+  return filled(queries, rows) < 0.9 * usable * filled(queries, packed);
+}
+
+int32 choose_splits(const Problem& p, int64 rows, int64 tile_k, int64 tiles, int sm_count) {
+  // Blocks of keys that the longest tile visits.
+  int64 keys = p.seqlen_k;
+  if (p.window.left >= 0) {
+    const int64 right = p.window.right >= 0 ? std::min(p.window.right, keys) : keys;
+    keys = std::min(keys, std::min(p.window.left, keys) + right + rows);
+  }
+  const int64 span = std::max<int64>(core::ceil_div(keys, tile_k), 1);
+  if (p.num_splits > 0) return static_cast<int32>(std::min<int64>(p.num_splits, span));
+  // A few blocks for each part.
+  if (tiles == 0 || 10 * tiles >= 8 * int64{sm_count}) return 1;
+  const auto filled = [&](int64 splits) {
+    const int64 waves = core::ceil_div(tiles * splits, sm_count);
+    return static_cast<double>(tiles * splits) / static_cast<double>(waves * sm_count);
+  };
+  const int64 most = std::clamp<int64>(span / 4, 1, 128);
+  double best = 0.0;
+  for (int64 splits = 1; splits <= most; ++splits) best = std::max(best, filled(splits));
+  int64 splits = 1;
+  while (splits < most && filled(splits) < 0.95 * best) ++splits;
+  return static_cast<int32>(splits);
+}
+
 TileCount count_tiles(const Problem& p, int64 queries, int64 heads) {
   TileCount count;
   count.sequences = p.batch + (p.is_varlen_q() ? 1 : 0);

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "core/config.h"
+#include "core/config_sm100.h"
 #include "core/types.h"
 
 namespace fovea::runtime {
@@ -27,6 +28,15 @@ core::int32 page_box(const core::Problem& problem, core::int32 tile_k);
 
 // Queries of a tile when the heads of a group share it; 0 when the group is too large.
 core::int32 packed_queries(const core::Problem& problem, const core::FwdConfig& config);
+core::int32 packed_queries(const core::Problem& problem, const core::Fwd100Config& config);
+
+// Packing pays where query rows alone leave much of their last tile empty.
+bool should_pack(const core::Problem& problem, core::int64 rows, core::int64 packed_queries);
+
+// Parts of the keys for tiles of `rows` queries and `tile_k` keys, of which there are `tiles`: as
+// many as the problem asks for, or as few as fill the multiprocessors about as well as any number.
+core::int32 choose_splits(const core::Problem& problem, core::int64 rows, core::int64 tile_k,
+                          core::int64 tiles, int sm_count);
 
 // Tiles of all sequences, before keys are split.
 struct TileCount {
@@ -38,9 +48,7 @@ TileCount count_tiles(const core::Problem& problem, core::int64 queries, core::i
 
 template <typename Config>
 TileCount count_tiles(const core::Problem& p, const Config& c) {
-  if constexpr (requires { c.packed; }) {
-    if (c.packed) return count_tiles(p, packed_queries(p, c), p.heads_kv);
-  }
+  if (c.packed) return count_tiles(p, packed_queries(p, c), p.heads_kv);
   return count_tiles(p, core::rows_of(c), p.heads_q);
 }
 
@@ -66,6 +74,14 @@ void fill_features(Config& c, const core::Problem& p, core::SoftmaxPolicy softma
   if (p.softcap > 0.0f) {
     c.transform = core::ScoreTransform::softcap;
   } else if (!(p.softmax_scale > 0.0f)) {
+    c.transform = core::ScoreTransform::scale;
+  }
+  c.has_alibi = static_cast<bool>(p.alibi);
+  c.has_bias = static_cast<bool>(p.bias);
+  if (c.has_bias) c.bias_dtype = p.bias.dtype;
+  c.has_mask = static_cast<bool>(p.mask);
+  c.has_dropout = p.dropout.probability > 0.0f;
+  if (core::modifies_scores(c) && c.transform == core::ScoreTransform::none) {
     c.transform = core::ScoreTransform::scale;
   }
   c.tma_out = stores_tiles(p, c.dtype, c.out_dtype);

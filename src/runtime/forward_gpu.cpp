@@ -171,13 +171,8 @@ core::CombineParams split_result(FwdParams& params, const ForwardCall& call) {
 // What the kernel for Blackwell lacks.
 template <typename Refuse>
 void refuse_on_blackwell(const Problem& p, const Refuse& refuse) {
-  refuse(static_cast<bool>(p.bias), "it has no bias");
-  refuse(static_cast<bool>(p.mask), "it has no mask tensor");
-  refuse(static_cast<bool>(p.alibi), "it has no ALiBi");
-  refuse(p.dropout.probability > 0.0f, "it has no dropout");
-  refuse(p.is_paged(), "it has no paged keys");
-  refuse(p.num_splits > 1, "it does not split keys but num_splits is " +
-                               std::to_string(p.num_splits) + ", so leave it 0");
+  refuse(p.is_paged() && page_box(p, 128) % 8 != 0,
+         "it takes pages of multiples of 8 keys but page_size is " + std::to_string(p.page_size));
   const Extents extent = extents_of(p);
   const auto check = [&](std::string_view name, const View& view, const int64(&e)[3], int64 dim) {
     refuse(has_elements(view, e) && core::size_bytes(view.dtype) == 2 &&
@@ -213,7 +208,7 @@ std::vector<std::string> forward_supports(const Problem& p, std::string_view arc
 
 ForwardConfig choose_forward(const Problem& p, core::SoftmaxPolicy softmax, std::string_view arch,
                              int sm_count) {
-  if (is_blackwell(arch)) return choose_forward_sm100(p, softmax, arch);
+  if (is_blackwell(arch)) return choose_forward_sm100(p, softmax, arch, sm_count);
   return choose_forward_sm90(p, softmax, sm_count);
 }
 
@@ -222,8 +217,11 @@ std::string forward_text(const ForwardConfig& config) {
 }
 
 std::size_t forward_workspace_bytes(const Problem& p, const ForwardConfig& config, int sm_count) {
-  const auto* c = std::get_if<FwdConfig>(&config);
-  return c != nullptr && c->split ? partial_bytes(p, forward_splits(p, *c, sm_count)) : 0;
+  return std::visit(
+      [&](const auto& c) {
+        return c.split ? partial_bytes(p, forward_splits(p, c, sm_count)) : std::size_t{0};
+      },
+      config);
 }
 
 ForwardKernel::ForwardKernel(Device& device, const ForwardConfig& config, Jit& jit,
@@ -236,10 +234,13 @@ ForwardKernel::ForwardKernel(Device& device, const ForwardConfig& config, Jit& j
   request.strict = !tolerates_spills;
   compiled_ = jit.compile(request);
   kernel_ = device.load(compiled_.image->bytes, kernel_entry);
-  const auto* c = std::get_if<FwdConfig>(&config);
-  if (c == nullptr || !c->split) return;
-  request.text = combine_text(c->out_dtype);
-  combine_ = device.load(jit.compile(request).image->bytes, kernel_entry);
+  std::visit(
+      [&](const auto& c) {
+        if (!c.split) return;
+        request.text = combine_text(c.out_dtype);
+        combine_ = device.load(jit.compile(request).image->bytes, kernel_entry);
+      },
+      config);
 }
 
 template <typename Config>
@@ -247,14 +248,9 @@ ForwardTiles fill_forward_params(FwdParams& params, const ForwardCall& call, con
                                  const DeviceProperties& chip) {
   const Problem& p = call.problem;
   const TileCount count = count_tiles(p, config);
-  bool packed = false;
-  params.queries_per_tile = core::rows_of(config);
-  if constexpr (std::is_same_v<Config, FwdConfig>) {
-    packed = config.packed;
-    if (packed) params.queries_per_tile = packed_queries(p, config);
-    if (config.split) params.splits = forward_splits(p, config, chip.sm_count);
-    if (p.is_paged()) params.page_box = page_box(p, config.tile_k);
-  }
+  params.queries_per_tile = config.packed ? packed_queries(p, config) : core::rows_of(config);
+  if (config.split) params.splits = forward_splits(p, config, chip.sm_count);
+  if (p.is_paged()) params.page_box = page_box(p, config.tile_k);
   const int64 tiles = count.tiles * params.splits;
   if (tiles > std::numeric_limits<int32>::max() / 2) {
     throw Error("the problem has " + std::to_string(tiles) +
@@ -293,7 +289,8 @@ ForwardTiles fill_forward_params(FwdParams& params, const ForwardCall& call, con
   fill_scores(params, p, config.transform);
   fill_position(params, p);
   params.q_blocks = static_cast<int32>(count.q_blocks);
-  params.section = core::is_windowed(config) || config.ragged ? pairs_in_cache(p, packed, chip) : 1;
+  params.section =
+      core::is_windowed(config) || config.ragged ? pairs_in_cache(p, config.packed, chip) : 1;
   params.tiles = static_cast<int32>(tiles);
   const auto width = static_cast<std::uint32_t>(tiles);
   return {static_cast<std::uint32_t>(core::threads_of(config)),
@@ -311,15 +308,13 @@ void ForwardKernel::encode_maps(FwdParams& params, const Problem& p, const Confi
   if (config.tma_out) {
     params.out_map = encode(device_, p.out, extent.q, p.head_dim_v, core::out_box_rows(config));
   }
-  int32 key_rows = config.tile_k;
-  bool packed = false;
-  if constexpr (std::is_same_v<Config, FwdConfig>) {
-    if (config.source == core::Source::gather) return;
-    if (config.source == core::Source::paged) key_rows = params.page_box;
-    packed = config.packed;
-  }
-  params.q = packed ? encode_packed(device_, p, extent.q, params.queries_per_tile)
-                    : encode(device_, p.q, extent.q, p.head_dim, core::query_box_rows(config));
+  if (config.source == core::Source::gather) return;
+  const int32 key_rows =
+      config.source == core::Source::paged ? params.page_box : static_cast<int32>(config.tile_k);
+  const int32 query_rows = core::query_box_rows(config);
+  const int32 boxes = core::rows_of(config) / query_rows;  // of a tile
+  params.q = config.packed ? encode_packed(device_, p, extent.q, params.queries_per_tile / boxes)
+                           : encode(device_, p.q, extent.q, p.head_dim, query_rows);
   const bool has_keys = has_elements(p.k, extent.k);
   params.k = has_keys ? encode(device_, p.k, extent.k, p.head_dim, key_rows) : params.q;
   params.v = has_keys ? encode(device_, p.v, extent.k, p.head_dim_v, key_rows) : params.q;

@@ -30,11 +30,13 @@ ForwardConfig choose_forward(const core::Problem& problem, core::SoftmaxPolicy s
 core::FwdConfig choose_forward_sm90(const core::Problem& problem, core::SoftmaxPolicy softmax,
                                     int sm_count = 132);
 core::Fwd100Config choose_forward_sm100(const core::Problem& problem, core::SoftmaxPolicy softmax,
-                                        std::string_view arch);
+                                        std::string_view arch, int sm_count = 148);
 
 // Parts into which the keys are split where the configuration says that they are, and the device
 // memory that the results of the parts take.
 core::int32 forward_splits(const core::Problem& problem, const core::FwdConfig& config,
+                           int sm_count);
+core::int32 forward_splits(const core::Problem& problem, const core::Fwd100Config& config,
                            int sm_count);
 std::size_t forward_workspace_bytes(const core::Problem& problem, const ForwardConfig& config,
                                     int sm_count);

@@ -27,12 +27,19 @@ int32 polynomial_share(const Fwd100Config& c, std::string_view arch) {
 }  // namespace
 
 Fwd100Config choose_forward_sm100(const Problem& p, core::SoftmaxPolicy softmax,
-                                  std::string_view arch) {
+                                  std::string_view arch, int sm_count) {
   Fwd100Config c;
   fill_features(c, p, softmax);
   // Two query tiles need the output of both in half of the tensor memory.
-  const bool one = c.head_dim_v > 128 || p.seqlen_q <= core::query_tile_rows;
-  c.query_tiles = one ? 1 : 2;
+  // Where much is done to each score, one tile's threads have the registers for it.
+  const bool busy = c.transform == core::ScoreTransform::softcap || core::modifies_scores(c) ||
+                    c.has_dropout || c.head_dim_v > 128;
+  c.query_tiles = busy || p.seqlen_q <= core::query_tile_rows ? 1 : 2;
+  if (p.is_paged()) c.source = core::Source::paged;
+  c.packed = should_pack(p, core::rows_of(c), packed_queries(p, c));
+  if (c.packed && !busy && p.seqlen_q * p.group_size() > core::query_tile_rows) {
+    c.query_tiles = 2;
+  }
   // Out has memory of its own where that leaves three stages.
   c.stages = 3;
   c.out_apart = core::shared_bytes(c) <= core::shared_limit_bytes;
@@ -40,8 +47,15 @@ Fwd100Config choose_forward_sm100(const Problem& p, core::SoftmaxPolicy softmax,
   const int32 room = core::shared_limit_bytes - core::shared_bytes_but_stages(c);
   c.stages = std::min(room / core::stage_bytes(c), 6);
   c.polynomial = polynomial_share(c, arch);
+  c.split = forward_splits(p, c, sm_count) > 1;
+  if (c.split) c.has_sink = false;  // added once, when the parts are merged
+  if (c.packed || c.split) c.tma_out = false;
   c.polynomial_degree = p.lse || c.dtype == core::DType::f16 ? 4 : 3;
   return c;
+}
+
+int32 forward_splits(const Problem& p, const Fwd100Config& c, int sm_count) {
+  return choose_splits(p, core::rows_of(c), c.tile_k, count_tiles(p, c).tiles, sm_count);
 }
 
 std::string forward_expression(const Fwd100Config& c) {
@@ -62,6 +76,14 @@ std::string forward_expression(const Fwd100Config& c) {
   text.flag("bound_left", c.bound_left);
   text.flag("ragged", c.ragged);
   text.flag("has_sink", c.has_sink);
+  text.source(c.source);
+  text.flag("packed", c.packed);
+  text.flag("split", c.split);
+  text.flag("has_alibi", c.has_alibi);
+  text.flag("has_bias", c.has_bias);
+  text.type("bias_dtype", c.bias_dtype);
+  text.flag("has_mask", c.has_mask);
+  text.flag("has_dropout", c.has_dropout);
   text.flag("tma_out", c.tma_out);
   text.flag("out_apart", c.out_apart);
   text.flag("persistent", c.persistent);

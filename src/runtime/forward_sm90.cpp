@@ -91,44 +91,14 @@ void choose_source(FwdConfig& c, const Problem& p) {
   c.persistent = false;
 }
 
-// Packing pays where query rows alone leave much of their last tile empty.
-bool should_pack(const Problem& p, const FwdConfig& c) {
-  if (p.group_size() == 1 || packed_queries(p, c) == 0) return false;
-  const auto filled = [](int64 rows, int64 capacity) {
-    return static_cast<double>(rows) / static_cast<double>(core::round_up(rows, capacity));
-  };
-  const int64 queries = std::max<int64>(p.seqlen_q, 1);
-  const int64 per_tile = packed_queries(p, c);
-  const double usable = static_cast<double>(per_tile * p.group_size()) / core::rows_of(c);
-  return filled(queries, core::rows_of(c)) < 0.9 * usable * filled(queries, per_tile);
-}
-
-// Blocks of keys that the longest tile visits.
-int64 longest_span(const Problem& p, const FwdConfig& c) {
-  int64 keys = p.seqlen_k;
-  if (p.window.left >= 0) {
-    const int64 right = p.window.right >= 0 ? std::min(p.window.right, keys) : keys;
-    keys = std::min(keys, std::min(p.window.left, keys) + right + core::rows_of(c));
-  }
-  return std::max<int64>(core::ceil_div(keys, c.tile_k), 1);
-}
-
 }  // namespace
 
 FwdConfig choose_forward_sm90(const Problem& p, core::SoftmaxPolicy softmax, int sm_count) {
   FwdConfig c;
   fill_features(c, p, softmax);
-  c.has_alibi = static_cast<bool>(p.alibi);
-  c.has_bias = static_cast<bool>(p.bias);
-  if (c.has_bias) c.bias_dtype = p.bias.dtype;
-  c.has_mask = static_cast<bool>(p.mask);
-  c.has_dropout = p.dropout.probability > 0.0f;
-  if (core::modifies_scores(c) && c.transform == ScoreTransform::none) {
-    c.transform = ScoreTransform::scale;
-  }
   choose_tile(c, p);
   choose_source(c, p);
-  c.packed = should_pack(p, c);
+  c.packed = should_pack(p, core::rows_of(c), packed_queries(p, c));
   c.split = forward_splits(p, c, sm_count) > 1;
   if (c.split) c.has_sink = false;  // added once, when the parts are merged
   if (c.packed || c.split) c.tma_out = false;
@@ -136,21 +106,7 @@ FwdConfig choose_forward_sm90(const Problem& p, core::SoftmaxPolicy softmax, int
 }
 
 int32 forward_splits(const Problem& p, const FwdConfig& c, int sm_count) {
-  const int64 span = longest_span(p, c);
-  if (p.num_splits > 0) return static_cast<int32>(std::min<int64>(p.num_splits, span));
-  // As few as fill the multiprocessors about as well as any number does, with a few blocks each.
-  const int64 tiles = count_tiles(p, c).tiles;
-  if (tiles == 0 || 10 * tiles >= 8 * int64{sm_count}) return 1;
-  const auto filled = [&](int64 splits) {
-    const int64 waves = core::ceil_div(tiles * splits, sm_count);
-    return static_cast<double>(tiles * splits) / static_cast<double>(waves * sm_count);
-  };
-  const int64 most = std::clamp<int64>(span / 4, 1, 128);
-  double best = 0.0;
-  for (int64 splits = 1; splits <= most; ++splits) best = std::max(best, filled(splits));
-  int64 splits = 1;
-  while (splits < most && filled(splits) < 0.95 * best) ++splits;
-  return static_cast<int32>(splits);
+  return choose_splits(p, core::rows_of(c), c.tile_k, count_tiles(p, c).tiles, sm_count);
 }
 
 std::string forward_expression(const FwdConfig& c) {

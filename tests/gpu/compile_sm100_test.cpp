@@ -3,6 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <cstdio>
+#include <ostream>
+#include <string>
+#include <tuple>
 
 #include "runtime/forward_gpu.h"
 
@@ -27,36 +30,51 @@ struct Variant {
   bool f32_out = false;
   SoftmaxPolicy softmax = SoftmaxPolicy::sum_guard;
   bool issue_order = false;
+  bool position = false;  // ALiBi, a bias and a mask
+  float dropout = 0.0f;
+  void (*change)(Fwd100Config&) = nullptr;
 };
+
+std::ostream& operator<<(std::ostream& out, const Variant& v) { return out << v.name; }
+
+void split_pages(Fwd100Config& c) {
+  c.source = core::Source::paged;
+  c.packed = c.split = c.ragged = true;
+  c.tma_out = false;
+}
 
 const Variant variants[] = {
     {.name = "d128"},
-    {.name = "d128 causal", .window = {-1, 0}},
-    {.name = "d128 window ragged sink", .window = {100, 20}, .ragged = true, .sink = true},
-    {.name = "d128 conditional", .softmax = SoftmaxPolicy::conditional},
-    {.name = "d128 online causal", .window = {-1, 0}, .softmax = SoftmaxPolicy::online},
-    {.name = "d128 softcap", .softcap = 30.0f},
-    {.name = "d128 softcap window ragged", .window = {100, 20}, .ragged = true, .softcap = 30.0f},
-    {.name = "d128 one query tile", .seqlen_q = 1},
-    {.name = "d128 issue order", .issue_order = true},
+    {.name = "d128_causal", .window = {-1, 0}},
+    {.name = "d128_window_ragged_sink", .window = {100, 20}, .ragged = true, .sink = true},
+    {.name = "d128_conditional", .softmax = SoftmaxPolicy::conditional},
+    {.name = "d128_online_causal", .window = {-1, 0}, .softmax = SoftmaxPolicy::online},
+    {.name = "d128_softcap", .softcap = 30.0f},
+    {.name = "d128_softcap_window_ragged", .window = {100, 20}, .ragged = true, .softcap = 30.0f},
+    {.name = "d128_one_query_tile", .seqlen_q = 1},
+    {.name = "d128_issue_order", .issue_order = true},
     {.name = "d64", .head_dim = 64, .head_dim_v = 64},
-    {.name = "d64 f16 causal f32 out",
+    {.name = "d64_f16_causal_f32_out",
      .dtype = DType::f16,
      .head_dim = 64,
      .head_dim_v = 64,
      .window = {-1, 0},
      .f32_out = true},
     {.name = "d96", .head_dim = 96, .head_dim_v = 96},
-    {.name = "d192 128 causal", .head_dim = 192, .window = {-1, 0}},
+    {.name = "d192_128_causal", .head_dim = 192, .window = {-1, 0}},
+    {.name = "d128_alibi_bias_mask", .window = {-1, 0}, .position = true},
+    {.name = "d128_dropout", .dropout = 0.5f},
+    {.name = "d128_packed_split_pages", .seqlen_q = 1, .change = split_pages},
+    {.name = "d256_alibi_bias_mask", .head_dim = 256, .head_dim_v = 256, .position = true},
     {.name = "d256", .head_dim = 256, .head_dim_v = 256},
-    {.name = "d256 window ragged softcap sink",
+    {.name = "d256_window_ragged_softcap_sink",
      .head_dim = 256,
      .head_dim_v = 256,
      .window = {100, 20},
      .ragged = true,
      .softcap = 30.0f,
      .sink = true},
-    {.name = "d256 conditional",
+    {.name = "d256_conditional",
      .head_dim = 256,
      .head_dim_v = 256,
      .softmax = SoftmaxPolicy::conditional},
@@ -79,34 +97,42 @@ Fwd100Config configure(const Variant& v, const char* arch) {
   p.lse.data = anything;
   if (v.ragged) p.seqused_k = lengths;
   if (v.sink) p.sink.data = anything;
+  if (v.position) {
+    p.alibi.data = p.bias.data = p.mask.data = anything;
+    p.bias.dtype = v.dtype;
+  }
+  p.dropout.probability = v.dropout;
   Fwd100Config config = runtime::choose_forward_sm100(p, v.softmax, arch);
   config.issue_order = v.issue_order;
+  if (v.change != nullptr) v.change(config);
   return config;
 }
 
-class CompileForward100 : public testing::TestWithParam<const char*> {};
+class CompileForward100 : public testing::TestWithParam<std::tuple<const char*, Variant>> {};
 
 TEST_P(CompileForward100, WithoutSpillsOrAdvisories) {
-  for (const Variant& v : variants) {
-    const Fwd100Config config = configure(v, GetParam());
-    runtime::CompileRequest request;
-    request.text = runtime::forward_text(config);
-    request.arch = GetParam();
-    try {  // strict: a spill or an advisory is an error
-      const runtime::CompileResult result = runtime::default_jit().compile(request);
-      ASSERT_EQ(result.image->report.kernels.size(), 1u);
-      const runtime::KernelResources& kernel = result.image->report.kernels[0];
-      std::printf("%-8s %-34s %3d registers, %d query tiles, %d stages, %.1f s\n", GetParam(),
-                  v.name, kernel.registers, config.query_tiles, config.stages, result.seconds);
-    } catch (const runtime::CompileError& fault) {
-      ADD_FAILURE() << v.name << " for " << GetParam() << ": " << fault.what() << "\n"
-                    << fault.log();
-    }
+  const auto& [arch, variant] = GetParam();
+  const Fwd100Config config = configure(variant, arch);
+  runtime::CompileRequest request;
+  request.text = runtime::forward_text(config);
+  request.arch = arch;
+  try {  // strict: a spill or an advisory is an error
+    const runtime::CompileResult result = runtime::default_jit().compile(request);
+    ASSERT_EQ(result.image->report.kernels.size(), 1u);
+    std::printf("%d query tiles, %d stages, %.1f s\n", config.query_tiles, config.stages,
+                result.seconds);
+  } catch (const runtime::CompileError& fault) {
+    ADD_FAILURE() << fault.what() << "\n" << fault.log();
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Chips, CompileForward100, testing::Values("sm_100a", "sm_103a"),
-                         [](const auto& tested) { return std::string(tested.param); });
+INSTANTIATE_TEST_SUITE_P(Chips, CompileForward100,
+                         testing::Combine(testing::Values("sm_100a", "sm_103a"),
+                                          testing::ValuesIn(variants)),
+                         [](const auto& tested) {
+                           return std::string(std::get<0>(tested.param)) + "_" +
+                                  std::get<1>(tested.param).name;
+                         });
 
 }  // namespace
 }  // namespace fovea::tests

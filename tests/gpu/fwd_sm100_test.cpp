@@ -40,14 +40,16 @@ struct Shape {
   int32 head_dim = 128;
   int32 head_dim_v = 128;
   core::Window window = {};
+  int32 heads = 1;
 };
 
-// One head of normal inputs, bf16.
+// Normal inputs, bf16, one batch.
 class Inputs {
  public:
   explicit Inputs(const Shape& shape) {
     core::Problem& p = problem;
-    p.batch = p.heads_q = p.heads_kv = 1;
+    p.batch = 1;
+    p.heads_q = p.heads_kv = shape.heads;
     p.seqlen_q = shape.seqlen_q;
     p.seqlen_k = shape.seqlen_k;
     p.head_dim = shape.head_dim;
@@ -56,15 +58,16 @@ class Inputs {
     p.softmax_scale = 1.0f / std::sqrt(static_cast<float>(shape.head_dim));
     const auto fill = [&](core::View& view, std::vector<uint16>& values, int64 rows,
                           int32 columns) {
-      for (int64 i = 0; i < rows * columns; ++i) values.push_back(core::float_to_bf16(normal()));
-      view = {values.data(), core::DType::bf16, {rows * columns, columns, columns, 1}};
+      const int64 row = static_cast<int64>(columns) * shape.heads;
+      for (int64 i = 0; i < rows * row; ++i) values.push_back(core::float_to_bf16(normal()));
+      view = {values.data(), core::DType::bf16, {rows * row, row, columns, 1}};
     };
     fill(p.q, q, p.seqlen_q, p.head_dim);
     fill(p.k, k, p.seqlen_k, p.head_dim);
     fill(p.v, v, p.seqlen_k, p.head_dim_v);
-    p.out = {
-        nullptr, core::DType::bf16, {p.seqlen_q * p.head_dim_v, p.head_dim_v, p.head_dim_v, 1}};
-    p.lse = {lse_mark, core::DType::f32, {p.seqlen_q, p.seqlen_q, 1, 0}};
+    const int64 row = static_cast<int64>(p.head_dim_v) * shape.heads;
+    p.out = {nullptr, core::DType::bf16, {p.seqlen_q * row, row, p.head_dim_v, 1}};
+    p.lse = {lse_mark, core::DType::f32, {p.seqlen_q * shape.heads, p.seqlen_q, 1, 0}};
   }
 
   core::Problem problem;
@@ -102,7 +105,7 @@ Result run(const Inputs& inputs, const Fwd100Config& config, const EmulationOpti
   runtime::ForwardCall call;
   core::Problem& p = call.problem;
   p = inputs.problem;
-  const auto rows = static_cast<std::size_t>(p.seqlen_q);
+  const auto rows = static_cast<std::size_t>(p.seqlen_q * p.heads_q);
   const auto outputs = rows * static_cast<std::size_t>(p.head_dim_v);
   const DeviceBuffer q = upload(inputs.q.data(), inputs.q.size() * 2);
   const DeviceBuffer k = upload(inputs.k.data(), inputs.k.size() * 2);
@@ -200,6 +203,54 @@ TEST(IssueOrder, IsCountedOnOnlyWhereTheConfigurationSaysSo) {
     EXPECT_THROW(run(inputs, config, {.order = order, .seed = 3}), runtime::DeviceError);
   }
 }
+
+// ---- Tile after tile
+// --------------------------------------------------------------------------------
+
+// More tiles than the chip has multiprocessors: the counter hands the rest to whoever is free, on
+// the emulator, which runs one CTA after the other, to the first.
+class Persistent : public testing::TestWithParam<SeedCase> {};
+
+TEST_P(Persistent, TakesTileAfterTile) {
+  const SeedCase& c = GetParam();
+  const Inputs inputs(c.shape);
+  const Fwd100Config config = configure(inputs, c.softmax);
+  EXPECT_EQ(config.query_tiles, c.query_tiles);
+  const cpu::ReferenceResult exact = cpu::reference_forward(inputs.problem);
+  const cpu::ReferenceResult naive = cpu::naive_forward(inputs.problem);
+  const Result result = run(inputs, config, {.order = EmulationOptions::Order::random, .seed = 5});
+  EXPECT_TRUE(test::close_to(widened(result.out), exact.out, naive.out,
+                             test::out_floor(DType::bf16, DType::bf16, exact.out)));
+  const std::vector<double> lse(result.lse.begin(), result.lse.end());
+  EXPECT_TRUE(test::close_to(lse, exact.lse, naive.lse, test::lse_floor()));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Kernels, Persistent,
+    testing::Values(
+        SeedCase{
+            "guarded",
+            {.seqlen_q = 140, .seqlen_k = 300, .head_dim = 64, .head_dim_v = 64, .heads = 153}},
+        SeedCase{"windowed",
+                 {.seqlen_q = 300,
+                  .seqlen_k = 300,
+                  .head_dim = 32,
+                  .head_dim_v = 32,
+                  .window = {60, 0},
+                  .heads = 153}},
+        SeedCase{
+            "conditional",
+            {.seqlen_q = 140, .seqlen_k = 300, .head_dim = 32, .head_dim_v = 128, .heads = 153},
+            SoftmaxPolicy::conditional},
+        SeedCase{"one_tile",
+                 {.seqlen_q = 20, .seqlen_k = 400, .head_dim = 32, .head_dim_v = 32, .heads = 153},
+                 SoftmaxPolicy::sum_guard,
+                 1},
+        SeedCase{"one_tile_conditional",
+                 {.seqlen_q = 20, .seqlen_k = 400, .head_dim = 32, .head_dim_v = 32, .heads = 153},
+                 SoftmaxPolicy::conditional,
+                 1}),
+    [](const auto& tested) { return std::string(tested.param.name); });
 
 // ---- Rescaling ----------------------------------------------------------------------------------
 
