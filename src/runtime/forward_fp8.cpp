@@ -105,14 +105,19 @@ FwdConfig choose_forward_fp8(const Problem& p, core::SoftmaxPolicy softmax, int6
   c.tma_out = suits_copy_engine(p.out, extent, p.head_dim_v);
   // What measured best (docs/kernels/fp8.md); the registers of a tile decide what is possible.
   const int32 widest = std::max(c.head_dim, c.head_dim_v);
-  const bool plain = c.transform == core::ScoreTransform::none && !core::is_windowed(c);
+  const bool plain = c.transform == core::ScoreTransform::none;
+  const bool windowed = core::is_windowed(c);
   c.ping_pong = false;
   if (widest <= 64) {
     c.warpgroups = 3;
-    c.tile_k = 128;
+    c.tile_k = plain ? 128 : 96;
     c.stages = 4;
   } else if (widest <= 128) {
-    c.tile_k = plain ? 192 : 128;
+    // Short rows of tiles waste less with narrow ones; a mask's edge is cheaper with few rows.
+    const bool narrow = !windowed && c.head_dim_v <= 128 && plain;
+    c.warpgroups = narrow ? 3 : 2;
+    c.tile_k = narrow ? 96 : plain && p.seqlen_k >= 8192 ? 192 : 128;
+    c.stages = narrow ? 3 : 2;
   } else {
     c.tile_k = 96;
   }
