@@ -136,7 +136,8 @@ Seeds options_seeds() {
 // The emulator's test programs, and pieces of its language.
 Seeds ptx_seeds() {
   Seeds seeds;
-  const std::filesystem::path folder = std::filesystem::path(FOVEA_TEST_DATA) / "../ptx/programs";
+  const std::filesystem::path folder =
+      (std::filesystem::path(FOVEA_TEST_DATA) / "../ptx/programs").lexically_normal();
   for (const auto& entry : std::filesystem::directory_iterator(folder)) {
     std::ifstream file(entry.path());
     seeds.inputs.emplace_back(std::istreambuf_iterator<char>(file),
