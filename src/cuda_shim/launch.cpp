@@ -112,7 +112,7 @@ int device_attribute(const Session& session, int attribute) {
   struct Row {
     int attribute, value;
   };
-  constexpr int kMostInt = std::numeric_limits<int>::max();
+  constexpr int most_int = std::numeric_limits<int>::max();
   const emulator::Chip& chip = session.chip();
   const int optin = static_cast<int>(chip.shared_bytes_per_cta);
   const bool blackwell = session.capability() >= 100;
@@ -121,13 +121,13 @@ int device_attribute(const Session& session, int attribute) {
       {2, kMostThreads},
       {3, kMostThreads},
       {4, 64},
-      {5, kMostInt},  // blocks of a grid by dimension
+      {5, most_int},  // blocks of a grid by dimension
       {6, 65535},
       {7, 65535},
       {8, 48 * 1024},  // shared memory of a block without asking
       {9, 64 * 1024},  // constant memory
       {10, 32},        // threads of a warp
-      {11, kMostInt},  // pitch
+      {11, most_int},  // pitch
       {12, kRegistersPerSm},
       {13, blackwell ? 1'965'000 : 1'980'000},  // kHz
       {14, 512},                                // texture alignment

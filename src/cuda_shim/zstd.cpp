@@ -186,7 +186,7 @@ struct HuffmanTable {
 };
 
 std::vector<std::uint8_t> read_weights(Forward& in) {
-  constexpr std::size_t kMostWeights = 255;
+  constexpr std::size_t most_weights = 255;
   std::vector<std::uint8_t> weights;
   const std::size_t header = in.number(1);
   if (header >= 128) {  // four bits each
@@ -204,7 +204,7 @@ std::vector<std::uint8_t> read_weights(Forward& in) {
   for (FseState *now = &even, *other = &odd;; std::swap(now, other)) {
     weights.push_back(now->symbol());
     now->advance(stream);
-    require(weights.size() < kMostWeights, "a Huffman table has too many symbols");
+    require(weights.size() < most_weights, "a Huffman table has too many symbols");
     if (stream.left() >= 0) continue;
     weights.push_back(other->symbol());
     return weights;
@@ -313,10 +313,10 @@ class Frame {
     const unsigned descriptor = static_cast<unsigned>(in_.number(1));
     const bool single_segment = (descriptor & 0x20) != 0;
     if (!single_segment) in_.number(1);
-    constexpr std::size_t kDictionaryBytes[] = {0, 1, 2, 4}, kSizeBytes[] = {0, 2, 4, 8};
-    require(in_.number(kDictionaryBytes[descriptor & 3]) == 0,
+    constexpr std::size_t dictionary_bytes[] = {0, 1, 2, 4}, size_bytes[] = {0, 2, 4, 8};
+    require(in_.number(dictionary_bytes[descriptor & 3]) == 0,
             "the Zstandard frame needs a dictionary");
-    const std::size_t size_bytes = kSizeBytes[descriptor >> 6];
+    const std::size_t size_bytes = size_bytes[descriptor >> 6];
     in_.number(size_bytes == 0 && single_segment ? 1 : size_bytes);
   }
 
@@ -359,10 +359,10 @@ class Frame {
       }
       return;
     }
-    constexpr int kSizeBits[] = {10, 10, 14, 18};
-    constexpr std::size_t kMoreBytes[] = {2, 2, 3, 4};
-    const int bits = kSizeBits[format];
-    const std::uint64_t header = first | body.number(kMoreBytes[format]) << 8;
+    constexpr int size_bits[] = {10, 10, 14, 18};
+    constexpr std::size_t more_bytes[] = {2, 2, 3, 4};
+    const int bits = size_bits[format];
+    const std::uint64_t header = first | body.number(more_bytes[format]) << 8;
     const std::uint64_t mask = (std::uint64_t{1} << bits) - 1;
     const std::size_t size = header >> 4 & mask, packed = header >> (4 + bits) & mask;
     Forward streams(body.take(packed));
@@ -383,20 +383,20 @@ class Frame {
   }
 
   FseTable table(Field field, unsigned mode, Forward& body) {
-    constexpr int kGreatestLog[] = {9, 8, 9}, kDefaultLog[] = {6, 5, 6};
-    constexpr std::size_t kSymbols[] = {36, 32, 53};
-    constexpr std::span<const int> kDefaults[] = {kDefaultLiteralLengths, kDefaultOffsets,
-                                                  kDefaultMatchLengths};
+    constexpr int greatest_log[] = {9, 8, 9}, default_log[] = {6, 5, 6};
+    constexpr std::size_t symbols_of[] = {36, 32, 53};
+    constexpr std::span<const int> defaults_of[] = {kDefaultLiteralLengths, kDefaultOffsets,
+                                                    kDefaultMatchLengths};
     switch (mode) {
-      case 0: return make_fse(kDefaultLog[field], kDefaults[field]);
+      case 0: return make_fse(default_log[field], defaults_of[field]);
       case 1: {
         const std::uint64_t symbol = body.number(1);
-        require(symbol < kSymbols[field], "a sequence code is out of range");
+        require(symbol < symbols_of[field], "a sequence code is out of range");
         FseTable single{0, std::vector<FseCell>(1)};
         single.cells[0].symbol = static_cast<std::uint8_t>(symbol);
         return single;
       }
-      case 2: return read_fse(body, kGreatestLog[field], kSymbols[field]);
+      case 2: return read_fse(body, greatest_log[field], symbols_of[field]);
       default:
         require(!tables_[field].cells.empty(), "a block repeats a table before there is one");
         return tables_[field];

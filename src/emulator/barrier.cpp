@@ -417,7 +417,7 @@ Step run_wait(Warp& warp, const Inst& inst) {
     const bool whim = warp.launch->schedule.policy == Policy::random && !warp.fragment().blocked &&
                       cluster.random() % 8 == 0;
     if (!cluster.failing_waits && !whim) {
-      warp.fragment().token = uniform ? awaited->phase + 1 : 0;
+      warp.fragment().token = uniform && awaited != nullptr ? awaited->phase + 1 : 0;
       return Step::blocked;
     }
     ++cluster.failed_waits;
