@@ -313,10 +313,10 @@ class Frame {
     const unsigned descriptor = static_cast<unsigned>(in_.number(1));
     const bool single_segment = (descriptor & 0x20) != 0;
     if (!single_segment) in_.number(1);
-    constexpr std::size_t dictionary_bytes[] = {0, 1, 2, 4}, size_bytes[] = {0, 2, 4, 8};
+    constexpr std::size_t dictionary_bytes[] = {0, 1, 2, 4}, length_bytes[] = {0, 2, 4, 8};
     require(in_.number(dictionary_bytes[descriptor & 3]) == 0,
             "the Zstandard frame needs a dictionary");
-    const std::size_t size_bytes = size_bytes[descriptor >> 6];
+    const std::size_t size_bytes = length_bytes[descriptor >> 6];
     in_.number(size_bytes == 0 && single_segment ? 1 : size_bytes);
   }
 
