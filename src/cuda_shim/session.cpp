@@ -28,9 +28,9 @@ constexpr std::uint32_t kSharedBytesPerSm = 228 * 1024;
 std::uint64_t as_address(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); }
 
 emulator::Chip chip_of(const Settings& settings) {
-  constexpr std::string_view kPrefix = "emulated:";
+  constexpr std::string_view prefix = "emulated:";
   std::string_view device = settings.device;
-  if (device.starts_with(kPrefix)) device.remove_prefix(kPrefix.size());
+  if (device.starts_with(prefix)) device.remove_prefix(prefix.size());
   emulator::Chip chip = emulator::find_chip(device);
   if (settings.sm_count > 0) chip.sm_count = settings.sm_count;
   return chip;
@@ -337,7 +337,8 @@ std::vector<std::byte> Session::pack(Kernel& kernel, void** arguments, void** ex
     std::memcpy(block.data(), buffer, block.size());
     return block;
   }
-  if (arguments == nullptr && !info.parameter_sizes.empty()) {
+  if (info.parameter_sizes.empty()) return block;
+  if (arguments == nullptr) {
     throw Failure(Status::invalid_value,
                   "kernel " + short_name(kernel.name) + " is launched without arguments.");
   }
@@ -408,12 +409,12 @@ void Session::conclude(const Kernel& kernel, const emulator::LaunchConfig& confi
 
 // A few of each kind; kernels that do one thing wrong do it on many lines.
 void Session::say_findings(const std::string& kernel, const emulator::Report& report) const {
-  constexpr int kOfAKind = 3;
+  constexpr int of_a_kind = 3;
   std::map<emulator::FaultKind, int> said;
   std::uint64_t more = report.faults_not_listed;
   for (const emulator::Fault& fault : report.faults) {
     const bool last = &fault == &report.faults.back();
-    if (++said[fault.kind] > kOfAKind && !(last && fault.kind == report.stopped_by)) {
+    if (++said[fault.kind] > of_a_kind && !(last && fault.kind == report.stopped_by)) {
       ++more;
       continue;
     }
