@@ -458,7 +458,7 @@ int cuEventElapsedTime_v2(float* milliseconds, void* begin, void* end) {
 
 // ---- by name. A name without a version means the newest function of that name.
 int cuGetProcAddress_v2(const char* symbol, void** function, int, std::uint64_t, int* status) {
-  constexpr int kFound = 0, kNotFound = 1;
+  constexpr int found = 0, not_found = 1;
   static void* const self = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
   *function = nullptr;
   if (self != nullptr && symbol != nullptr && std::strncmp(symbol, "cu", 2) == 0) {
@@ -467,7 +467,7 @@ int cuGetProcAddress_v2(const char* symbol, void** function, int, std::uint64_t,
       if (*function != nullptr) break;
     }
   }
-  if (status != nullptr) *status = *function == nullptr ? kNotFound : kFound;
+  if (status != nullptr) *status = *function == nullptr ? not_found : found;
   return *function == nullptr ? static_cast<int>(Status::not_found) : 0;
 }
 int cuGetProcAddress(const char* symbol, void** function, int version, std::uint64_t flags) {

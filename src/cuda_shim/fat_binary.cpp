@@ -78,20 +78,20 @@ std::string ptx_of(const FatEntry& entry) {
 }
 
 std::string target_of(std::string_view ptx) {
-  constexpr std::string_view kDirective = ".target";
-  const std::size_t at = ptx.find(kDirective);
+  constexpr std::string_view directive = ".target";
+  const std::size_t at = ptx.find(directive);
   if (at == std::string_view::npos) return {};
-  const std::size_t begin = ptx.find_first_not_of(" \t", at + kDirective.size());
+  const std::size_t begin = ptx.find_first_not_of(" \t", at + directive.size());
   if (begin == std::string_view::npos) return {};
   return std::string(ptx.substr(begin, ptx.find_first_of(", \t\r\n", begin) - begin));
 }
 
 int suitability(std::string_view target, std::string_view arch) {
-  constexpr std::string_view kPrefix = "sm_";
+  constexpr std::string_view prefix = "sm_";
   const auto number = [&](std::string_view name) {
     int value = 0;
-    if (name.starts_with(kPrefix)) {
-      std::from_chars(name.data() + kPrefix.size(), name.data() + name.size(), value);
+    if (name.starts_with(prefix)) {
+      std::from_chars(name.data() + prefix.size(), name.data() + name.size(), value);
     }
     return value;
   };

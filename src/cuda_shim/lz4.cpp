@@ -39,7 +39,7 @@ class Reader {
 }  // namespace
 
 std::string inflate_lz4(Bytes block, std::size_t size) {
-  constexpr std::size_t kShortestMatch = 4;
+  constexpr std::size_t shortest_match = 4;
   std::string text;
   text.reserve(size);
   Reader reader(block);
@@ -50,7 +50,7 @@ std::string inflate_lz4(Bytes block, std::size_t size) {
     if (reader.empty()) break;
     const std::size_t low = reader.byte();
     const std::size_t offset = low | std::size_t{reader.byte()} << 8;
-    const std::size_t length = reader.length(token & 15u) + kShortestMatch;
+    const std::size_t length = reader.length(token & 15u) + shortest_match;
     if (offset == 0 || offset > text.size()) broken("an LZ4 match begins before the text");
     if (text.size() + length > size) broken("the LZ4 block holds more than it declares");
     // A match may run into what it is itself writing.
