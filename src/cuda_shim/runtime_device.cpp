@@ -20,8 +20,8 @@ int& last_error() {
 }
 
 int not_served(const char* name) noexcept {
-  static std::set<std::string>& said = *new std::set<std::string>;
   return runtime_call([&](Session&) {
+    static std::set<std::string>& said = *new std::set<std::string>;  // outlives every caller
     const std::string text = std::string(name) + "() is not served by the emulated runtime.";
     if (said.insert(name).second) throw Failure(Status::not_supported, text);
     throw Quiet{Status::not_supported};
