@@ -21,7 +21,7 @@ int& last_error() {
 
 int not_served(const char* name) noexcept {
   return runtime_call([&](Session&) {
-    static std::set<std::string>& said = *new std::set<std::string>;  // outlives every caller
+    static std::set<std::string> said;
     const std::string text = std::string(name) + "() is not served by the emulated runtime.";
     if (said.insert(name).second) throw Failure(Status::not_supported, text);
     throw Quiet{Status::not_supported};
