@@ -32,7 +32,7 @@ TEST(Variants, AreDifferentAndGrowWithAll) {
 
 TEST(Variants, CompileOnceIntoTheCache) {
   CompileKernels which;
-  which.only = "bf16 d64 full";
+  which.only = "bf16 d64 full long";
   int kernels = 0;
   const auto look = [&](const CompiledKernel& kernel) {
     ++kernels;
@@ -56,7 +56,7 @@ TEST(Variants, CompileOnceIntoTheCache) {
 
 TEST(Variants, StopsAtWhatTheCallerThrows) {
   CompileKernels which;
-  which.only = "bf16 d64 full";
+  which.only = "bf16 d64 full long";
   EXPECT_THROW(compile_kernels(which, [](const CompiledKernel&) { throw Error("enough"); }), Error);
 }
 

@@ -285,8 +285,9 @@ TEST_F(Program, KeepsQuiet) {
 
 TEST_F(Program, CompilesKernelsBesideItself) {
   if (run("compile --only 'no kernel'").status != 0) GTEST_SKIP() << "no NVRTC here";
-  const std::string one = fmt::format("FOVEA_CACHE_DIR='{}' '{}' compile --only 'bf16 d64 full'",
-                                      files_.path("cache"), FOVEA_PROGRAM);
+  const std::string one =
+      fmt::format("FOVEA_CACHE_DIR='{}' '{}' compile --only 'bf16 d64 full long'",
+                  files_.path("cache"), FOVEA_PROGRAM);
   const std::string two = fmt::format("{0} >'{1}' & {0} >'{2}' && wait $!", one,
                                       console_.path("first"), console_.path("second"));
   ASSERT_EQ(std::system(("sh -c \"" + two + "\"").c_str()), 0);
