@@ -6,7 +6,8 @@
 
 namespace fovea::core {
 
-// What the backward kernels are specialised on (device/bwd_sm90.cuh, device/bwd_rows.cuh).
+// What the backward kernels are specialised on (device/bwd_sm90.cuh, device/bwd_sm100.cuh,
+// device/bwd_rows.cuh).
 struct BwdConfig {
   DType dtype = DType::bf16;   // of q, k, v, out and dout: bf16 or f16
   bool wide = false;           // dq, dk and dv are f32
@@ -15,6 +16,10 @@ struct BwdConfig {
   bool bound_left = false;     // a window's left bound
   bool ragged = false;         // cu_seqlens or seqused are given
   bool deterministic = false;  // blocks of keys add to dq in the order of their keys
+  // Blackwell's kernel (core/config_backward_sm100.h) instead of Hopper's; and of that alone:
+  bool tensor_memory = false;
+  bool pair = false;         // two CTAs drive each product, over 256 keys
+  bool issue_order = false;  // counts on products being executed in the order of issue
   bool operator==(const BwdConfig&) const = default;
 };
 
@@ -22,15 +27,23 @@ inline constexpr int32 backward_keys = 128;         // of a tile: 64 for each co
 inline constexpr int32 backward_threads = 3 * 128;  // copying and adding warps, two warpgroups
 inline constexpr int32 row_threads = 128;           // of the kernels in bwd_rows.cuh
 
-// Query rows of a tile: dS, dq and the pair of q and dout tiles then take the same room.
-constexpr int32 rows_of(const BwdConfig& c) { return c.head_dim == 64 ? 128 : 64; }
+// Query rows of a tile. Hopper: dS, dq and the pair of q and dout tiles then take the same room.
+constexpr int32 rows_of(const BwdConfig& c) {
+  return c.tensor_memory || c.head_dim == 64 ? 128 : 64;
+}
+
+// Sums of dq of a block of rows.
+constexpr int32 dq_block_floats(const BwdConfig& c) { return rows_of(c) * c.head_dim; }
+
+// Counters of turns for a block of rows.
+constexpr int32 turn_counters(const BwdConfig& c) { return c.pair ? 2 : 1; }
 
 // Under a causal mask every block of keys begins with rows that no later block sees: in turns, the
 // last blocks come first, so that none waits to begin. Otherwise the longest blocks come first.
 constexpr bool last_keys_first(const BwdConfig& c) { return c.deterministic && c.bound_right; }
 
-// dq is summed in units of 64 rows x 64 columns, in the order of a warpgroup's accumulator; a tile
-// has two, side by side or one under the other.
+// Hopper sums dq in units of 64 rows x 64 columns, in the order of a warpgroup's accumulator; a
+// tile has two, side by side or one under the other.
 inline constexpr int32 dq_units = 2;
 inline constexpr int32 dq_unit_floats = 64 * 64;
 
@@ -46,7 +59,8 @@ constexpr int32 shared_bytes(const BwdConfig& c) {
 // dimensions (head_dim, row, head, batch): q and dout {64, rows_of}, k and v {64, backward_keys}.
 //
 // Blocks of rows_of query rows are numbered over all sequences and heads (device/bwd_blocks.h);
-// lse_log2 and delta hold one number for each of their rows, dq_sums dq_units units for each.
+// lse_log2 and delta hold one number for each of their rows, dq_sums dq_block_floats for each, in
+// the order in which the chip's kernel finds them (device/bwd_rows.cuh, dq_place).
 struct BwdParams {
   TensorMap q, k, v, dout_map;
 
@@ -63,6 +77,7 @@ struct BwdParams {
   float* delta = nullptr;     // scratch: dout out - dlse
   float* dq_sums = nullptr;   // scratch
   uint32* turns = nullptr;    // scratch, deterministic: blocks of keys that have added to a block
+                              // (pair: pairs of blocks, and one counter for each half of its rows)
 
   void* dq = nullptr;
   int64 dq_stride[4] = {};

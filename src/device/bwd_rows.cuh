@@ -25,13 +25,15 @@ __device__ void bwd_prepare(const BwdParams& params) {
   if (block * rows >= s.length_q) return;
   const int64 number = first_block<C>(params, s, head) + block;
 
-  auto* sums =
-      reinterpret_cast<float4*>(params.dq_sums + number * (core::dq_units * core::dq_unit_floats));
-  constexpr int32 quads = core::dq_units * core::dq_unit_floats / 4;
+  auto* sums = reinterpret_cast<float4*>(params.dq_sums + number * core::dq_block_floats(C));
+  constexpr int32 quads = core::dq_block_floats(C) / 4;
   for (int32 i = static_cast<int32>(threadIdx.x); i < quads; i += core::row_threads) {
     sums[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
   }
-  if (C.deterministic && threadIdx.x == 0) params.turns[number] = 0;
+  constexpr int32 counters = core::turn_counters(C);
+  if (C.deterministic && static_cast<int32>(threadIdx.x) < counters) {
+    params.turns[number * counters + threadIdx.x] = 0;
+  }
 
   for (int32 row = warp_index(); row < rows; row += core::row_threads / 32) {
     const int32 query = block * rows + row;
@@ -66,6 +68,28 @@ __device__ void bwd_prepare(const BwdParams& params) {
   }
 }
 
+// The element of a block of dq that is number i of one of a thread's quads of sums.
+struct DqPlace {
+  int32 row, column;
+};
+
+template <BwdConfig C>
+__forceinline__ DqPlace dq_place(int32 thread, int32 quad, int32 i) {
+  if constexpr (C.tensor_memory && C.pair) {
+    // Each CTA has 64 rows; the lanes of the upper half hold the right half of the columns.
+    constexpr int32 quads_of_cta = C.head_dim / 8;
+    return {64 * (quad / quads_of_cta) + thread % 64,
+            C.head_dim / 2 * (thread / 64) + 4 * (quad % quads_of_cta) + i};
+  } else if constexpr (C.tensor_memory) {
+    return {thread, 4 * quad + i};
+  } else {
+    const int32 unit = quad / 8;
+    const int32 element = quad % 8 * 4 + i;  // of this thread's 32 numbers in the unit
+    return {(C.head_dim == 64 ? 64 * unit : 0) + WgmmaAccumulator::row(thread, element),
+            (C.head_dim == 64 ? 0 : 64 * unit) + WgmmaAccumulator::col(thread, element)};
+  }
+}
+
 // A thread's numbers of one block of rows; those beyond the length of the sequence are zero.
 template <BwdConfig C>
 __forceinline__ void finish_block(const BwdParams& params, const BwdSequence& s, int32 head,
@@ -73,15 +97,13 @@ __forceinline__ void finish_block(const BwdParams& params, const BwdSequence& s,
   constexpr int32 rows = core::rows_of(C);
   const bool summed = block * rows < s.length_q;
   const int64 number = summed ? first_block<C>(params, s, head) + block : 0;
-  const float* sums = params.dq_sums + number * (core::dq_units * core::dq_unit_floats);
+  const float* sums = params.dq_sums + number * core::dq_block_floats(C);
   const int64 base = s.batch_q * params.dq_stride[0] +
                      (static_cast<int64>(s.row_q) + block * rows) * params.dq_stride[1] +
                      head * params.dq_stride[2];
   const int32 thread = static_cast<int32>(threadIdx.x);
 #pragma unroll 1
-  for (int32 quad = 0; quad < core::dq_units * 8; ++quad) {
-    const int32 unit = quad / 8;
-    const int32 first = quad % 8 * 4;  // of this thread's 32 numbers in the unit
+  for (int32 quad = 0; quad < core::dq_block_floats(C) / (4 * core::row_threads); ++quad) {
     float4 sum{0.0f, 0.0f, 0.0f, 0.0f};
     if (summed) {
       sum = reinterpret_cast<const float4*>(sums)[quad * core::row_threads + thread];
@@ -89,10 +111,7 @@ __forceinline__ void finish_block(const BwdParams& params, const BwdSequence& s,
     const float values[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
     for (int32 i = 0; i < 4; ++i) {
-      const int32 row =
-          (C.head_dim == 64 ? 64 * unit : 0) + WgmmaAccumulator::row(thread, first + i);
-      const int32 column =
-          (C.head_dim == 64 ? 0 : 64 * unit) + WgmmaAccumulator::col(thread, first + i);
+      const auto [row, column] = dq_place<C>(thread, quad, i);
       const int32 query = block * rows + row;
       if (query >= s.capacity_q || column >= params.head_dim) continue;
       const float value = query < s.length_q ? values[i] * params.scale : 0.0f;

@@ -75,8 +75,8 @@ struct Scratch {
     const int64 blocks = all_blocks(p, c);
     lse_log2 = take(blocks * core::rows_of(c));
     delta = take(blocks * core::rows_of(c));
-    dq_sums = take(blocks * core::dq_units * core::dq_unit_floats);
-    if (c.deterministic) turns = take(blocks);
+    dq_sums = take(blocks * core::dq_block_floats(c));
+    if (c.deterministic) turns = take(blocks * core::turn_counters(c));
   }
 };
 
@@ -227,6 +227,9 @@ std::string backward_text(const BwdConfig& c, BackwardPart part) {
   config.flag("bound_left", c.bound_left);
   config.flag("ragged", c.ragged);
   config.flag("deterministic", c.deterministic);
+  config.flag("tensor_memory", c.tensor_memory);
+  config.flag("pair", c.pair);
+  config.flag("issue_order", c.issue_order);
   KernelSource source;
   source.params = "fovea::core::BwdParams";
   source.include = "device/bwd_rows.cuh";
