@@ -11,7 +11,7 @@ namespace {
 
 using f32 = float;
 using f64 = double;
-struct f32x2 {
+struct F32x2 {
   float x, y;
 };
 constexpr f32 kNan = std::bit_cast<f32>(0x7fffffffu);  // the only NaN that arithmetic makes
@@ -37,9 +37,9 @@ inline T load(const void* row, int lane) {
 
 template <class T>
 inline typename Row<T>::Stored stored(T value) {
-  if constexpr (sizeof(T) == 2)
+  if constexpr (sizeof(T) == 2) {
     return static_cast<u16>(value);
-  else {
+  } else {
     return value;
   }
 }
@@ -204,9 +204,9 @@ inline u32 bit_mask(u32 position, u32 width, u32 wrap) {
 
 template <class T>
 inline T canonical_nan() {
-  if constexpr (sizeof(T) == 4)
+  if constexpr (sizeof(T) == 4) {
     return kNan;
-  else {
+  } else {
     return std::numeric_limits<T>::quiet_NaN();
   }
 }
