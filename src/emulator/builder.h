@@ -54,6 +54,7 @@ class Builder {
   bool has_lane(std::string_view name) const;
   const Register& reg(const Operand& operand) const;
   u32 label(const Operand& operand) const { return operand.index; }
+  std::string_view target() const;  // of the module: sm_90a
   u32 call_target(const Operand& operand);
   void add_table(const Operand& targets);
   const Variable& variable(const Operand& operand) const;

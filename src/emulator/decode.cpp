@@ -584,6 +584,8 @@ bool Builder::is_entry_parameter(const Operand& operand) const {
          static_cast<Scope>(operand.index >> 24) == Scope::parameters;
 }
 
+std::string_view Builder::target() const { return owner_.module().target; }
+
 u32 Builder::call_target(const Operand& operand) {
   const Function& callee = *owner_.module().functions[operand.index];
   if (callee.external) fail("function " + callee.name + " has no body in this module.");

@@ -1,5 +1,6 @@
 // tcgen05: allocation of tensor memory, loads and stores between it and registers, waits, fences.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <memory>
 
@@ -118,13 +119,41 @@ Spot spot(u8 shape, u32 t, u32 i, u32 split) {
   }
 }
 
+// Inst::flags of ld and st.
+enum TransferFlags : u32 {
+  flag_packed = 1,
+  flag_reduced = 2,
+  flag_maximum = 4,
+  flag_magnitude = 8,
+  flag_keep_nan = 16
+};
+
+// Without .NaN a NaN loses against any number. -0 is less than +0, as everywhere in PTX.
+float reduced(u32 flags, float a, float b) {
+  constexpr float nan = std::bit_cast<float>(0x7fffffffu);
+  const bool a_nan = std::isnan(a), b_nan = std::isnan(b);
+  if ((a_nan && b_nan) || ((a_nan || b_nan) && (flags & flag_keep_nan) != 0)) return nan;
+  if (a_nan || b_nan) return a_nan ? b : a;
+  const bool a_less = a < b || (a == b && std::signbit(a));
+  return a_less == ((flags & flag_maximum) != 0) ? b : a;
+}
+
+u32 reduced(const Inst& inst, u32 a, u32 b) {
+  if (inst.type == Type::f32) {
+    return std::bit_cast<u32>(
+        reduced(inst.flags, std::bit_cast<float>(a), std::bit_cast<float>(b)));
+  }
+  const bool a_less = inst.type == Type::int32 ? static_cast<i32>(a) < static_cast<i32>(b) : a < b;
+  return a_less == ((inst.flags & flag_maximum) != 0) ? b : a;
+}
+
 u32 columns_of(const Inst& inst, u32 count) {
   u32 columns = count;
   if (inst.mode == shape_16x64b || inst.mode == shape_16x128b || inst.mode == shape_16x256b) {
     columns = 2 * count;
   }
   if (inst.mode == shape_16x32bx2) columns = count + inst.immediate;
-  return (inst.flags & 1u) != 0 ? 2 * columns : columns;
+  return (inst.flags & flag_packed) != 0 ? 2 * columns : columns;
 }
 
 class TransferOp : public AsyncOp {
@@ -146,7 +175,7 @@ class TransferOp : public AsyncOp {
       check_tensor(view(), *cta, column, columns, base, lanes, store ? Access::write : Access::read,
                    0);
     }
-    const bool packed = (inst->flags & 1u) != 0;
+    const bool packed = (inst->flags & flag_packed) != 0;
     for (u32 i = 0; i < count; ++i) {
       u32* row = store ? values.data() + std::size_t{i} * 32 : warp->words(o[i]);
       for (u32 t = 0; t < 32; ++t) {
@@ -164,11 +193,28 @@ class TransferOp : public AsyncOp {
         }
       }
     }
+    if ((inst->flags & flag_reduced) != 0) reduce();
     const u64 bytes = u64{128} * count;
     (store ? warp->counters.tensor_memory_write_bytes : warp->counters.tensor_memory_read_bytes) +=
         bytes;
     warp->tensor_finished.push_back({store, 0, agent, agent_clock});
     return true;
+  }
+
+ private:
+  // .red: the result of each thread over the values that it has just received.
+  void reduce() {
+    const OperandRef* o = warp->operands(*inst);
+    u32* const result = warp->words(o[count]);
+    const u32 kept_bits =
+        inst->type == Type::f32 && (inst->flags & flag_magnitude) != 0 ? 0x7fffffffu : ~0u;
+    for (u32 t = 0; t < 32; ++t) {
+      u32 value = warp->words(o[0])[t] & kept_bits;
+      for (u32 i = 1; i < count; ++i) {
+        value = reduced(*inst, value, warp->words(o[i])[t] & kept_bits);
+      }
+      result[t] = value;
+    }
   }
 };
 
@@ -222,7 +268,8 @@ Step run_transfer(Warp& warp, const Inst& inst) {
   auto op = std::make_unique<TransferOp>();
   op->store = store;
   op->address = address;
-  op->count = store ? inst.inputs - 1u : inst.outputs;
+  const bool reduces = (inst.flags & flag_reduced) != 0;
+  op->count = store ? inst.inputs - 1u : inst.outputs - (reduces ? 1u : 0u);
   if (store) {
     op->values.resize(std::size_t{op->count} * 32);
     for (u32 i = 0; i < op->count; ++i) {
@@ -260,6 +307,31 @@ Step run_tensor_fence(Warp& warp, const Inst& inst) {
   return Step::next;
 }
 
+// The modifiers of ld.red.
+void build_reduction(Builder& b, int repeat) {
+  Inst& inst = b.inst;
+  if (!b.target().starts_with("sm_103")) {
+    b.fail("tcgen05.ld.red is an instruction of sm_103a and sm_103f, not of " +
+           std::string(b.target()) + ".");
+  }
+  if (inst.mode != shape_32x32b && inst.mode != shape_16x32bx2) {
+    b.fail("tcgen05.ld.red takes the shapes .32x32b and .16x32bx2.");
+  }
+  if (repeat == 0) b.fail("tcgen05.ld.red reduces two columns or more: .x2 to .x128.");
+  if (b.has("pack::16b")) b.fail("tcgen05.ld.red does not pack.");
+  if (b.has("min") == b.has("max")) b.fail("tcgen05.ld.red needs .min or .max.");
+  inst.type = b.type(0);
+  if (inst.type != Type::f32 && inst.type != Type::uint32 && inst.type != Type::int32) {
+    b.fail("tcgen05.ld.red takes .f32, .u32 and .s32.");
+  }
+  if (inst.type != Type::f32 && (b.has("abs") || b.has("NaN"))) {
+    b.fail(".abs and .NaN of tcgen05.ld.red belong to .f32.");
+  }
+  inst.flags = flag_reduced | (b.has("max") ? flag_maximum : 0u) |
+               (b.has("abs") ? flag_magnitude : 0u) | (b.has("NaN") ? flag_keep_nan : 0u);
+}
+
+// ld: registers{, reduced value}, [address]{, split}; st: [address], {split, }registers.
 void build_transfer(Builder& b, bool store) {
   Inst& inst = b.inst;
   const int shape = b.which({"32x32b", "16x64b", "16x128b", "16x256b", "16x32bx2"});
@@ -267,17 +339,29 @@ void build_transfer(Builder& b, bool store) {
   inst.mode = static_cast<u8>(shape);
   const int repeat = b.which({"x1", "x2", "x4", "x8", "x16", "x32", "x64", "x128"});
   if (repeat < 0) b.fail("tcgen05.ld and st need a repeat count such as .x32.");
-  inst.flags = b.has("pack::16b") || b.has("unpack::16b") ? 1u : 0u;
+  const bool reduces = b.has("red");
+  if (reduces) {
+    if (store) b.fail("tcgen05.st does not reduce.");
+    build_reduction(b, repeat);
+  } else {
+    if (b.which({"min", "max", "abs", "NaN"}) >= 0 || b.type(0) != Type::b32) {
+      b.fail("tcgen05.ld and st without .red move .b32 as it is.");
+    }
+    inst.flags = b.has("pack::16b") || b.has("unpack::16b") ? flag_packed : 0u;
+  }
   const bool split = inst.mode == shape_16x32bx2;
-  b.expect_count(split ? 3 : 2, split ? 3 : 2);
-  const Operand& address = b.operand(store ? 0 : 1);
+  const std::size_t results = reduces ? 2 : 1;
+  const std::size_t operands = results + (split ? 2 : 1);
+  b.expect_count(operands, operands);
+  const Operand& address = b.operand(store ? 0 : results);
   const Operand& registers = b.operand(store ? (split ? 2 : 1) : 0);
-  if (split) inst.immediate = static_cast<u32>(b.integer(b.operand(store ? 1 : 2)));
+  if (split) inst.immediate = static_cast<u32>(b.integer(b.operand(store ? 1 : results + 1)));
   if (!store) b.output_list(registers, Type::b32);
+  const u32 loaded = inst.outputs;
+  if (reduces) b.output(b.operand(1), Type::b32);
   b.address(address, Space::none);
   if (store) b.input_list(registers, Type::b32);
-  const u32 count = store ? inst.inputs - 1u : inst.outputs;
-  if (count != registers_of(inst.mode, 1u << repeat)) {
+  if ((store ? inst.inputs - 1u : loaded) != registers_of(inst.mode, 1u << repeat)) {
     b.fail("the number of registers does not fit the shape.");
   }
   inst.late = !store;

@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <random>
+#include <string>
+#include <tuple>
 
 #include "emulator/emulator.h"
 #include "tests/ptx/kernel_runner.h"
@@ -9,18 +11,17 @@
 namespace fovea::emulator::testing {
 namespace {
 
-constexpr const char* kHead = ".version 9.0\n.target sm_90a\n.address_size 64\n";
-
-std::string kernel(const std::string& body) {
-  return std::string(kHead) + ".visible .entry test()\n{\n.reg .pred %p<4>;\n.reg .b32 %r<8>;\n" +
+std::string kernel(const std::string& body, const std::string& target = "sm_90a") {
+  return ".version 9.0\n.target " + target +
+         "\n.address_size 64\n.visible .entry test()\n{\n.reg .pred %p<4>;\n.reg .b32 %r<8>;\n" +
          body + "\nret;\n}\n";
 }
 
 // Line of the Error of parsing and launching, or 0 when there is none.
-int error_line(const std::string& ptx, std::string& sentence) {
+int error_line(const std::string& ptx, std::string& sentence, const char* chip = "sm_90a") {
   try {
     const Module module = Module::parse(ptx);
-    Machine machine(chip_h200());
+    Machine machine(find_chip(chip));
     machine.launch(module, "test", LaunchConfig{}, {});
   } catch (const Error& error) {
     sentence = error.what();
@@ -48,6 +49,29 @@ TEST(Parser, NamesTheLineOfWhatItDoesNotKnow) {
     const int line = error_line(kernel(body), sentence);
     EXPECT_TRUE(line == 8 || std::string(body).find("made_up") != std::string::npos)
         << body << " -> line " << line << ": " << sentence;
+    EXPECT_NE(sentence.find(part), std::string::npos) << body << " -> " << sentence;
+  }
+}
+
+// What ptxas refuses of Blackwell's instructions is refused here too.
+TEST(Parser, NamesWhatTensorMemoryDoesNotTake) {
+  const std::tuple<const char*, const char*, const char*> cases[] = {
+      {"sm_100a", "tcgen05.ld.red.sync.aligned.32x32b.x2.max.f32 {%r1, %r2}, %r3, [%r4];",
+       "of sm_103a and sm_103f, not of sm_100a"},
+      {"sm_103a", "tcgen05.ld.red.sync.aligned.32x32b.x1.max.f32 {%r1}, %r3, [%r4];", ".x2"},
+      {"sm_103a", "tcgen05.ld.red.sync.aligned.16x64b.x2.max.f32 {%r1, %r2}, %r3, [%r4];",
+       ".16x32bx2"},
+      {"sm_103a", "tcgen05.ld.red.sync.aligned.32x32b.x2.max.abs.u32 {%r1, %r2}, %r3, [%r4];",
+       "belong to .f32"},
+      {"sm_103a", "tcgen05.ld.red.sync.aligned.32x32b.x2.pack::16b.max.f32 {%r1, %r2}, %r3, [%r4];",
+       "does not pack"},
+      {"sm_103a", "tcgen05.ld.red.sync.aligned.32x32b.x2.f32 {%r1, %r2}, %r3, [%r4];",
+       ".min or .max"},
+      {"sm_103a", "tcgen05.ld.sync.aligned.32x32b.x2.max.b32 {%r1, %r2}, [%r4];", "without .red"},
+  };
+  for (const auto& [target, body, part] : cases) {
+    std::string sentence;
+    EXPECT_EQ(error_line(kernel(body, target), sentence, target), 8) << body << ": " << sentence;
     EXPECT_NE(sentence.find(part), std::string::npos) << body << " -> " << sentence;
   }
 }
