@@ -97,7 +97,7 @@ void BackwardCall::run_backward() {
     if (tensor->present()) tensor->poison();
   }
   Options options;
-  options.device = test_device();
+  options.device = device;
   options.threads = threads;
   const BackwardPlan plan = plan_backward(call.problem, gradients, options);
   const HostTensor workspace(DType::boolean, {1, 1, 1, static_cast<Index>(plan.workspace_bytes())},

@@ -36,6 +36,7 @@ class BackwardCall {
   HostTensor dout, dlse, dq, dk, dv, dsink, dbias;
   Gradients gradients;  // refers to this object's memory
   int threads = 0;
+  Device device = test_device();  // of the backward pass
 
  private:
   void allocate(const GradientSpec& gradient_spec);

@@ -11,11 +11,19 @@ namespace fovea::core {
 struct BwdConfig {
   DType dtype = DType::bf16;   // of q, k, v, out and dout: bf16 or f16
   bool wide = false;           // dq, dk and dv are f32
-  int32 head_dim = 128;        // of q, k, v, rounded up: 64 or 128; what is missing reads as zero
+  int32 head_dim = 128;        // of q and k, rounded up to 64, 128, 192 or 256; what is missing
+  int32 head_dim_v = 128;      // reads as zero. Likewise, of v and dout
   bool bound_right = false;    // causal, or a window's right bound
   bool bound_left = false;     // a window's left bound
   bool ragged = false;         // cu_seqlens or seqused are given
   bool deterministic = false;  // blocks of keys add to dq in the order of their keys
+  bool has_softcap = false;
+  bool has_alibi = false;
+  bool has_bias = false;
+  DType bias_dtype = DType::f32;
+  bool has_mask = false;
+  bool has_dropout = false;
+  bool split_columns = false;  // warpgroups have the same keys and share their columns; see keys_of
   // Blackwell's kernel (core/config_backward_sm100.h) instead of Hopper's; and of that alone:
   bool tensor_memory = false;
   bool pair = false;         // two CTAs drive each product, over 256 keys
@@ -23,13 +31,16 @@ struct BwdConfig {
   bool operator==(const BwdConfig&) const = default;
 };
 
-inline constexpr int32 backward_keys = 128;         // of a tile: 64 for each computing warpgroup
 inline constexpr int32 backward_threads = 3 * 128;  // copying and adding warps, two warpgroups
 inline constexpr int32 row_threads = 128;           // of the kernels in bwd_rows.cuh
 
-// Query rows of a tile. Hopper: dS, dq and the pair of q and dout tiles then take the same room.
+// Each warpgroup has 64 keys and all columns of their dk and dv; or, where registers are too few
+// for that, both have the same 64 keys and some of the columns.
+constexpr int32 keys_of(const BwdConfig& c) { return c.split_columns ? 64 : 128; }
+
+// Query rows of a tile.
 constexpr int32 rows_of(const BwdConfig& c) {
-  return c.tensor_memory || c.head_dim == 64 ? 128 : 64;
+  return c.tensor_memory || (c.head_dim == 64 && !c.split_columns) ? 128 : 64;
 }
 
 // Sums of dq of a block of rows.
@@ -38,32 +49,93 @@ constexpr int32 dq_block_floats(const BwdConfig& c) { return rows_of(c) * c.head
 // Counters of turns for a block of rows.
 constexpr int32 turn_counters(const BwdConfig& c) { return c.pair ? 2 : 1; }
 
+// The head dimensions that a configuration has for a problem's.
+struct HeadDims {
+  int32 qk, v;
+};
+constexpr HeadDims backward_head_dims(int32 head_dim, int32 head_dim_v, bool split_columns) {
+  const int32 qk = round_up(head_dim, panel_columns);
+  const int32 v = round_up(head_dim_v, panel_columns);
+  if (split_columns) return {qk, v};
+  return {qk < v ? v : qk, qk < v ? v : qk};
+}
+
+// Some of the keys that position lets a row see may be hidden from it.
+template <typename Config>
+constexpr bool hides_anywhere(const Config& c) {
+  return c.has_mask || c.has_bias;
+}
+
+// What a raw product meets beside the scale, or a weight beside the softmax.
+template <typename Config>
+constexpr bool modifies_backward(const Config& c) {
+  return c.has_softcap || c.has_alibi || c.has_dropout || hides_anywhere(c);
+}
+
+// Whether 64 keys and all columns fit the registers of a warpgroup: what ptxas 13.0 compiles
+// without spilling.
+constexpr bool fits_whole_columns(const BwdConfig& c) {
+  if (c.head_dim > 128 || c.head_dim_v > 128) return false;
+  const bool plain = !modifies_backward(c);
+  const int32 modifiers = c.has_softcap + c.has_alibi;
+  const bool light = !c.has_dropout && !hides_anywhere(c) && modifiers == 1;
+  return plain || (light && (c.has_softcap || c.head_dim > 64 || c.head_dim_v > 64));
+}
+
 // Under a causal mask every block of keys begins with rows that no later block sees: in turns, the
 // last blocks come first, so that none waits to begin. Otherwise the longest blocks come first.
 constexpr bool last_keys_first(const BwdConfig& c) { return c.deterministic && c.bound_right; }
 
-// Hopper sums dq in units of 64 rows x 64 columns, in the order of a warpgroup's accumulator; a
-// tile has two, side by side or one under the other.
-inline constexpr int32 dq_units = 2;
+// Hopper sums dq in units of 64 rows x 64 columns, in the order of a warpgroup's accumulator. A
+// tile of 64 rows has them side by side, one of 128 rows under each other.
 inline constexpr int32 dq_unit_floats = 64 * 64;
-
-// Dynamic shared memory: k and v, two stages of q, dout and dS, dq on its way out, rows, barriers.
-constexpr int32 shared_bytes(const BwdConfig& c) {
-  const int32 row_bytes = 2 * c.head_dim;
-  return 2 * backward_keys * row_bytes + 4 * rows_of(c) * row_bytes +
-         2 * backward_keys * rows_of(c) * 2 + dq_units * dq_unit_floats * 4 + 4 * rows_of(c) * 4 +
-         1024;
+constexpr int32 dq_units_of(const BwdConfig& c) {
+  return rows_of(c) / 64 * (c.head_dim / panel_columns);
 }
 
+// Stages of dout; q has two.
+constexpr int32 bytes_but_dout(const BwdConfig& c) {
+  const int32 scores = keys_of(c) * rows_of(c) * 2;
+  return 2 * keys_of(c) * (c.head_dim + c.head_dim_v) + 2 * rows_of(c) * 2 * c.head_dim +
+         (c.split_columns ? 4 : 2) * scores + 2 * dq_unit_floats * 4 + 4 * rows_of(c) * 4 + 1024;
+}
+constexpr int32 dout_stages(const BwdConfig& c) {
+  return bytes_but_dout(c) + 2 * rows_of(c) * 2 * c.head_dim_v <= shared_limit_bytes ? 2 : 1;
+}
+
+// Dynamic shared memory: k and v, stages of q and dout, dS (and P), dq on its way out, rows,
+// barriers.
+constexpr int32 shared_bytes(const BwdConfig& c) {
+  return bytes_but_dout(c) + dout_stages(c) * rows_of(c) * 2 * c.head_dim_v;
+}
+
+// The gradient of an additive bias, which is summed over the dimensions of extent 1. A CTA has a
+// tile of its elements and one of `parts` equal parts of what is summed.
+struct BiasGradient {
+  void* data = nullptr;
+  DType dtype = DType::f32;
+  int64 extent[4] = {};  // batch, head, query, key
+  int64 stride[4] = {};
+  int32 q_tiles = 0;  // tiles of the gradient along its queries and its keys
+  int32 key_tiles = 0;
+  int32 parts = 1;
+  float* sums = nullptr;  // scratch, where there are several parts: [part][element in row order]
+};
+
+inline constexpr int32 bias_tile = 64;  // queries, and keys, of a tile
+inline constexpr int32 bias_threads = 128;
+inline constexpr int32 sink_threads = 256;
+
 // The parameter of the backward kernels. Boxes of the maps, all with the 128-byte swizzle and
-// dimensions (head_dim, row, head, batch): q and dout {64, rows_of}, k and v {64, backward_keys}.
+// dimensions (head_dim, row, head, batch): q and dout {64, rows_of}, k and v {64, keys_of}.
 //
 // Blocks of rows_of query rows are numbered over all sequences and heads (device/bwd_blocks.h);
-// lse_log2 and delta hold one number for each of their rows, dq_sums dq_block_floats for each, in
-// the order in which the chip's kernel finds them (device/bwd_rows.cuh, dq_place).
+// lse_log2 and delta hold one number for each of their rows, dq_sums dq_block_floats for each,
+// in the order in which the chip's kernel finds them (device/bwd_rows.cuh).
 struct BwdParams {
   TensorMap q, k, v, dout_map;
 
+  Rows q_rows, k_rows, v_rows;  // the same again, for the gradient of the bias
   const uint16* out = nullptr;
   int64 out_stride[4] = {};  // batch, row, head, column; elements
   const uint16* dout = nullptr;
@@ -85,7 +157,9 @@ struct BwdParams {
   int64 dk_stride[4] = {};
   void* dv = nullptr;
   int64 dv_stride[4] = {};
-  bool paired = false;  // 16-bit dk and dv: two neighbours of a row lie in an aligned word
+  bool paired = false;        // 16-bit dk and dv: two neighbours of a row lie in an aligned word
+  bool out_in_quads = false;  // likewise four, of out and dout, and of dq
+  bool dq_in_quads = false;
 
   const int32* cu_seqlens_q = nullptr;
   const int32* cu_seqlens_k = nullptr;
@@ -112,6 +186,25 @@ struct BwdParams {
   int32 q_blocks = 0;    // of the longest sequence
   int32 key_blocks = 0;  // of the longest sequence
   int32 section = 1;     // (sequence, KV head) pairs whose tiles are dealt together, longest first
+
+  // What modifies scores, as in the forward pass; strides by (batch, head, query, key).
+  float softcap_in = 0.0f;   // scale / softcap
+  float softcap_out = 0.0f;  // softcap in log2 units
+  const float* alibi = nullptr;
+  int64 alibi_stride[2] = {};
+  const void* bias = nullptr;
+  int64 bias_stride[4] = {};
+  const uint8* mask = nullptr;
+  int64 mask_stride[4] = {};
+  const float* sink = nullptr;
+  int64 sink_stride = 0;
+  uint32 dropout_threshold = 0;  // core/dropout.h
+  uint32 dropout_key[2] = {};
+  float keep_scale = 1.0f;  // 1 / (1 - probability)
+
+  float* dsink = nullptr;  // of bwd_sink (device/bwd_rows.cuh)
+  int64 dsink_stride = 0;
+  BiasGradient dbias;  // of device/bwd_bias.cuh
 };
 
 }  // namespace fovea::core

@@ -9,6 +9,7 @@ namespace fovea::device {
 
 using core::BwdConfig;
 using core::BwdParams;
+using core::DType;
 
 struct BwdSequence {
   int32 index;
@@ -18,7 +19,7 @@ struct BwdSequence {
 };
 
 // One sequence more than there are: rows behind the last one, which belong to nobody.
-template <BwdConfig C>
+template <auto C>
 __forceinline__ BwdSequence bwd_sequence(const BwdParams& params, int32 b) {
   BwdSequence s;
   s.index = s.batch_q = s.batch_k = b;
@@ -55,7 +56,7 @@ __forceinline__ BwdSequence bwd_sequence(const BwdParams& params, int32 b) {
 
 // Number of the first block of query rows of one head. Packed sequences begin blocks of their own:
 // rows / rows_of + 1 blocks hold any of them.
-template <BwdConfig C>
+template <auto C>
 __forceinline__ int64 first_block(const BwdParams& params, const BwdSequence& s, int32 head) {
   constexpr int32 rows = core::rows_of(C);
   if (C.ragged && params.cu_seqlens_q != nullptr) {
@@ -67,7 +68,7 @@ __forceinline__ int64 first_block(const BwdParams& params, const BwdSequence& s,
 }
 
 // The query rows [begin, end) that see any of the keys [key_begin, key_end).
-template <BwdConfig C>
+template <auto C>
 __forceinline__ core::KeyRange rows_that_see(const BwdParams& params, const BwdSequence& s,
                                              int32 key_begin, int32 key_end) {
   core::KeyRange rows{0, key_begin < key_end ? s.length_q : 0};
@@ -79,6 +80,13 @@ __forceinline__ core::KeyRange rows_that_see(const BwdParams& params, const BwdS
     rows.end = core::min64(rows.end, static_cast<int64>(key_end) - shift + params.window_left);
   }
   return rows.begin < rows.end ? rows : core::KeyRange{0, 0};
+}
+
+// Where lse_log2 and delta have the numbers of a query row.
+template <auto C>
+__forceinline__ int64 row_number(const BwdParams& params, const BwdSequence& s, int32 head,
+                                 int32 query) {
+  return first_block<C>(params, s, head) * core::rows_of(C) + query;
 }
 
 // Pairs (sequence, head) take turns within a section, so that what they share stays in L2; there,

@@ -1,9 +1,11 @@
-// Before and after the backward kernel: what it needs of each query row, and dq from its sums.
+// Before and after the backward kernel: what it needs of each query row, and dq from its sums; the
+// gradient of the sinks.
 //
 //   prepare   delta = dout out - dlse;  lse in log2 units;  dq_sums = 0, turns = 0
 //   finish    dq = scale * dq_sums
+//   sink      dsink = -sum of exp(sink - lse) delta over the rows of a head
 //
-// Both are bound by memory: prepare reads out and dout and writes 4 bytes of dq_sums per element of
+// All are bound by memory: prepare reads out and dout and writes 4 bytes of dq_sums per element of
 // dq, finish reads those and writes dq.
 #pragma once
 
@@ -13,10 +15,87 @@
 
 namespace fovea::device {
 
-// One warp takes one row after the other; 128 threads take a block of rows.
-template <BwdConfig C>
+// A lane's part of the product of a row of out and one of dout, in words of four where they allow.
+template <auto C>
+__forceinline__ float row_product(const BwdParams& params, const uint16* out, const uint16* dout) {
+  float sum = 0.0f;
+  if (params.out_in_quads) {
+    for (int32 d = 4 * lane_index(); d < params.head_dim_v; d += 128) {
+      const uint2 a = *reinterpret_cast<const uint2*>(out + d);
+      const uint2 b = *reinterpret_cast<const uint2*>(dout + d);
+      const float2 a0 = unpack<C.dtype>(a.x);
+      const float2 b0 = unpack<C.dtype>(b.x);
+      const float2 a1 = unpack<C.dtype>(a.y);
+      const float2 b1 = unpack<C.dtype>(b.y);
+      sum = fmaf(a0.x, b0.x, fmaf(a0.y, b0.y, fmaf(a1.x, b1.x, fmaf(a1.y, b1.y, sum))));
+    }
+    return sum;
+  }
+  for (int32 d = lane_index(); d < params.head_dim_v; d += 32) {
+    sum = fmaf(widen<C.dtype>(out[d * params.out_stride[3]]),
+               widen<C.dtype>(dout[d * params.dout_stride[3]]), sum);
+  }
+  return sum;
+}
+
+// `count` rows of a block from `first` on, by one warp: all are read before any is summed.
+template <auto C, int32 count>
+__forceinline__ void prepare_rows(const BwdParams& params, const BwdSequence& s, int32 head,
+                                  int32 block, int32 first, int64 number) {
+  const int32 query = block * core::rows_of(C) + first;
+  float delta[count];
+#pragma unroll
+  for (int32 i = 0; i < count; ++i) {
+    const int64 at = static_cast<int64>(s.row_q) + query + i;
+    delta[i] = 0.0f;
+    if (query + i < s.length_q) {
+      delta[i] = row_product<C>(params,
+                                params.out + s.batch_q * params.out_stride[0] +
+                                    at * params.out_stride[1] + head * params.out_stride[2],
+                                params.dout + s.batch_q * params.dout_stride[0] +
+                                    at * params.dout_stride[1] + head * params.dout_stride[2]);
+    }
+  }
+#pragma unroll
+  for (int32 step = 16; step > 0; step /= 2) {
+#pragma unroll
+    for (int32 i = 0; i < count; ++i) delta[i] += __shfl_xor_sync(0xffffffffu, delta[i], step);
+  }
+#pragma unroll
+  for (int32 i = 0; i < count; ++i) {
+    if (lane_index() != i) continue;
+    const int64 at = static_cast<int64>(s.row_q) + query + i;
+    float lse = -infinity;
+    if (query + i < s.length_q) {
+      lse = params.lse[s.batch_q * params.lse_stride[0] + head * params.lse_stride[1] +
+                       at * params.lse_stride[2]];
+      if (params.dlse != nullptr) {
+        delta[i] -= params.dlse[s.batch_q * params.dlse_stride[0] + head * params.dlse_stride[1] +
+                                at * params.dlse_stride[2]];
+      }
+    }
+    // A row that sees nothing subtracts infinity, and its weights are zero: lse is then -infinity,
+    // or the sink. An infinite logit leaves no weight that is a number.
+    const bool empty = lse == -infinity;
+    float lse_log2 = lse * core::log2_e;
+    if (lse == infinity) lse_log2 = core::float_of(0x7fc00000u);
+    if (empty) lse_log2 = infinity;
+    if constexpr (core::hides_anywhere(C)) {
+      if (params.sink != nullptr && lse == params.sink[head * params.sink_stride]) {
+        lse_log2 = infinity;
+      }
+    }
+    params.lse_log2[number * core::rows_of(C) + first + i] = lse_log2;
+    params.delta[number * core::rows_of(C) + first + i] = empty ? 0.0f : delta[i];
+  }
+}
+
+// 128 threads take a block of rows.
+template <auto C>
 __device__ void bwd_prepare(const BwdParams& params) {
   constexpr int32 rows = core::rows_of(C);
+  constexpr int32 warps = core::row_threads / 32;
+  constexpr int32 together = 4;
   const int32 index = static_cast<int32>(blockIdx.x);
   const int32 pair = index / params.q_blocks;
   const int32 block = index - pair * params.q_blocks;
@@ -25,8 +104,8 @@ __device__ void bwd_prepare(const BwdParams& params) {
   if (block * rows >= s.length_q) return;
   const int64 number = first_block<C>(params, s, head) + block;
 
-  auto* sums = reinterpret_cast<float4*>(params.dq_sums + number * core::dq_block_floats(C));
   constexpr int32 quads = core::dq_block_floats(C) / 4;
+  auto* sums = reinterpret_cast<float4*>(params.dq_sums) + number * quads;
   for (int32 i = static_cast<int32>(threadIdx.x); i < quads; i += core::row_threads) {
     sums[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
   }
@@ -35,93 +114,117 @@ __device__ void bwd_prepare(const BwdParams& params) {
     params.turns[number * counters + threadIdx.x] = 0;
   }
 
-  for (int32 row = warp_index(); row < rows; row += core::row_threads / 32) {
-    const int32 query = block * rows + row;
-    const bool used = query < s.length_q;
-    float delta = 0.0f;
-    float lse = -infinity;
-    if (used) {
-      const int64 at = static_cast<int64>(s.row_q) + query;
-      const uint16* out = params.out + s.batch_q * params.out_stride[0] +
-                          at * params.out_stride[1] + head * params.out_stride[2];
-      const uint16* dout = params.dout + s.batch_q * params.dout_stride[0] +
-                           at * params.dout_stride[1] + head * params.dout_stride[2];
-      for (int32 d = lane_index(); d < params.head_dim_v; d += 32) {
-        delta = fmaf(widen<C.dtype>(out[d * params.out_stride[3]]),
-                     widen<C.dtype>(dout[d * params.dout_stride[3]]), delta);
-      }
-      lse = params.lse[s.batch_q * params.lse_stride[0] + head * params.lse_stride[1] +
-                       at * params.lse_stride[2]];
-      if (params.dlse != nullptr && lane_index() == 0) {
-        delta -= params.dlse[s.batch_q * params.dlse_stride[0] + head * params.dlse_stride[1] +
-                             at * params.dlse_stride[2]];
-      }
-    }
-#pragma unroll
-    for (int32 step = 16; step > 0; step /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, step);
-    if (lane_index() == 0) {
-      // A row that sees nothing subtracts infinity, and its weights are zero.
-      const bool empty = lse == -infinity;
-      params.lse_log2[number * rows + row] = empty ? infinity : lse * core::log2_e;
-      params.delta[number * rows + row] = empty ? 0.0f : delta;
-    }
-  }
-}
-
-// The element of a block of dq that is number i of one of a thread's quads of sums.
-struct DqPlace {
-  int32 row, column;
-};
-
-template <BwdConfig C>
-__forceinline__ DqPlace dq_place(int32 thread, int32 quad, int32 i) {
-  if constexpr (C.tensor_memory && C.pair) {
-    // Each CTA has 64 rows; the lanes of the upper half hold the right half of the columns.
-    constexpr int32 quads_of_cta = C.head_dim / 8;
-    return {64 * (quad / quads_of_cta) + thread % 64,
-            C.head_dim / 2 * (thread / 64) + 4 * (quad % quads_of_cta) + i};
-  } else if constexpr (C.tensor_memory) {
-    return {thread, 4 * quad + i};
-  } else {
-    const int32 unit = quad / 8;
-    const int32 element = quad % 8 * 4 + i;  // of this thread's 32 numbers in the unit
-    return {(C.head_dim == 64 ? 64 * unit : 0) + WgmmaAccumulator::row(thread, element),
-            (C.head_dim == 64 ? 0 : 64 * unit) + WgmmaAccumulator::col(thread, element)};
-  }
-}
-
-// A thread's numbers of one block of rows; those beyond the length of the sequence are zero.
-template <BwdConfig C>
-__forceinline__ void finish_block(const BwdParams& params, const BwdSequence& s, int32 head,
-                                  int32 block) {
-  constexpr int32 rows = core::rows_of(C);
-  const bool summed = block * rows < s.length_q;
-  const int64 number = summed ? first_block<C>(params, s, head) + block : 0;
-  const float* sums = params.dq_sums + number * core::dq_block_floats(C);
-  const int64 base = s.batch_q * params.dq_stride[0] +
-                     (static_cast<int64>(s.row_q) + block * rows) * params.dq_stride[1] +
-                     head * params.dq_stride[2];
-  const int32 thread = static_cast<int32>(threadIdx.x);
+  static_assert(rows % (warps * together) == 0);
 #pragma unroll 1
-  for (int32 quad = 0; quad < core::dq_block_floats(C) / (4 * core::row_threads); ++quad) {
-    float4 sum{0.0f, 0.0f, 0.0f, 0.0f};
-    if (summed) {
-      sum = reinterpret_cast<const float4*>(sums)[quad * core::row_threads + thread];
-    }
-    const float values[4] = {sum.x, sum.y, sum.z, sum.w};
-#pragma unroll
-    for (int32 i = 0; i < 4; ++i) {
-      const auto [row, column] = dq_place<C>(thread, quad, i);
-      const int32 query = block * rows + row;
-      if (query >= s.capacity_q || column >= params.head_dim) continue;
-      const float value = query < s.length_q ? values[i] * params.scale : 0.0f;
-      const int64 offset = base + row * params.dq_stride[1] + column * params.dq_stride[3];
-      core::store_element(params.dq, C.wide ? DType::f32 : C.dtype, offset, value);
-    }
+  for (int32 row = together * warp_index(); row < rows; row += warps * together) {
+    prepare_rows<C, together>(params, s, head, block, row, number);
   }
 }
 
-template <BwdConfig C>
+// Four neighbouring numbers of dq, of which `left` exist.
+template <auto C>
+__forceinline__ void store_dq_quad(const BwdParams& params, int64 at, const float (&values)[4],
+                                   int32 left) {
+  if (params.dq_in_quads) {
+    if constexpr (C.wide) {
+      *reinterpret_cast<float4*>(static_cast<float*>(params.dq) + at) =
+          float4{values[0], values[1], values[2], values[3]};
+    } else {
+      *reinterpret_cast<uint2*>(static_cast<uint16*>(params.dq) + at) =
+          uint2{pack<C.dtype>(values[0], values[1]), pack<C.dtype>(values[2], values[3])};
+    }
+    return;
+  }
+#pragma unroll
+  for (int32 i = 0; i < 4; ++i) {
+    if (i >= left) return;
+    core::store_element(params.dq, C.wide ? DType::f32 : C.dtype, at + i * params.dq_stride[3],
+                        values[i]);
+  }
+}
+
+// One unit of a block of rows: from the order of a warpgroup's accumulator through shared memory to
+// whole rows. Rows beyond the length of the sequence are zero.
+template <auto C>
+__forceinline__ void finish_unit(const BwdParams& params, const BwdSequence& s, int32 head,
+                                 int32 block, int32 unit) {
+  constexpr int32 rows = core::rows_of(C);
+  constexpr int32 pitch = core::panel_columns + 8;  // pairs of 8 rows then meet no bank twice
+  __shared__ float staged[64 * pitch];
+  const int32 thread = static_cast<int32>(threadIdx.x);
+  const int32 first_row = block * rows + (rows == 128 ? 64 * unit : 0);
+  const int32 first_column = rows == 128 ? 0 : 64 * unit;
+  if (block * rows < s.length_q) {
+    const int64 number = first_block<C>(params, s, head) + block;
+    const auto* sums = reinterpret_cast<const float4*>(
+        params.dq_sums + (number * core::dq_units_of(C) + unit) * core::dq_unit_floats);
+#pragma unroll
+    for (int32 quad = 0; quad < 8; ++quad) {
+      const float4 sum = sums[quad * core::row_threads + thread];
+      float* low = staged + WgmmaAccumulator::row(thread, 0) * pitch +
+                   WgmmaAccumulator::col(thread, 4 * quad);
+      *reinterpret_cast<float2*>(low) = float2{sum.x, sum.y};
+      *reinterpret_cast<float2*>(low + 8 * pitch) = float2{sum.z, sum.w};
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int32 i = thread; i < 64 * 16; i += core::row_threads) {
+    const int32 query = first_row + i / 16;
+    const int32 column = first_column + 4 * (i % 16);
+    if (query >= s.capacity_q || column >= params.head_dim) continue;
+    float values[4] = {};
+    if (query < s.length_q) {
+      const float4 sum = *reinterpret_cast<const float4*>(staged + i / 16 * pitch + 4 * (i % 16));
+      values[0] = sum.x * params.scale;
+      values[1] = sum.y * params.scale;
+      values[2] = sum.z * params.scale;
+      values[3] = sum.w * params.scale;
+    }
+    const int64 at = s.batch_q * params.dq_stride[0] +
+                     (static_cast<int64>(s.row_q) + query) * params.dq_stride[1] +
+                     head * params.dq_stride[2] + column * params.dq_stride[3];
+    store_dq_quad<C>(params, at, values, params.head_dim - column);
+  }
+  __syncthreads();
+}
+
+// A block of rows from the order of tensor memory, in which a thread's quads are neighbours in a
+// row: those of one row, or (pair) of half a row of the 64 that each CTA has, the lanes of the
+// upper half with the right half of the columns.
+template <auto C>
+__forceinline__ void finish_lanes(const BwdParams& params, const BwdSequence& s, int32 head,
+                                  int32 block) {
+  const bool summed = block * core::rows_of(C) < s.length_q;
+  const int64 number = summed ? first_block<C>(params, s, head) + block : 0;
+  const auto* sums =
+      reinterpret_cast<const float4*>(params.dq_sums + number * core::dq_block_floats(C));
+  const int32 thread = static_cast<int32>(threadIdx.x);
+  constexpr int32 quads = core::dq_block_floats(C) / (4 * core::row_threads);
+#pragma unroll 1
+  for (int32 quad = 0; quad < quads; ++quad) {
+    constexpr int32 quads_of_cta = C.head_dim / 8;  // pair
+    const int32 row = C.pair ? 64 * (quad / quads_of_cta) + thread % 64 : thread;
+    const int32 column =
+        C.pair ? C.head_dim / 2 * (thread / 64) + 4 * (quad % quads_of_cta) : 4 * quad;
+    const int32 query = block * core::rows_of(C) + row;
+    if (query >= s.capacity_q || column >= params.head_dim) continue;
+    float values[4] = {};
+    if (query < s.length_q) {
+      const float4 sum = sums[quad * core::row_threads + thread];
+      values[0] = sum.x * params.scale;
+      values[1] = sum.y * params.scale;
+      values[2] = sum.z * params.scale;
+      values[3] = sum.w * params.scale;
+    }
+    const int64 at = s.batch_q * params.dq_stride[0] +
+                     (static_cast<int64>(s.row_q) + query) * params.dq_stride[1] +
+                     head * params.dq_stride[2] + column * params.dq_stride[3];
+    store_dq_quad<C>(params, at, values, params.head_dim - column);
+  }
+}
+
+template <auto C>
 __device__ void bwd_finish(const BwdParams& params) {
   const int32 index = static_cast<int32>(blockIdx.x);
   const int32 pair = index / params.q_blocks;
@@ -129,8 +232,43 @@ __device__ void bwd_finish(const BwdParams& params) {
   // One round, but for rows behind the last sequence.
   for (int32 block = index - pair * params.q_blocks; block * core::rows_of(C) < s.capacity_q;
        block += params.q_blocks) {
-    finish_block<C>(params, s, pair % params.heads_q, block);
+    if constexpr (C.tensor_memory) {
+      finish_lanes<C>(params, s, pair % params.heads_q, block);
+    } else {
+#pragma unroll 1
+      for (int32 unit = 0; unit < core::dq_units_of(C); ++unit) {
+        finish_unit<C>(params, s, pair % params.heads_q, block, unit);
+      }
+    }
   }
+}
+
+// One CTA for each query head; the order of its sums is fixed.
+template <auto C>
+__device__ void bwd_sink(const BwdParams& params) {
+  __shared__ float parts[core::sink_threads];
+  const int32 head = static_cast<int32>(blockIdx.x);
+  const int32 thread = static_cast<int32>(threadIdx.x);
+  const float sink = params.sink[head * params.sink_stride];
+  float sum = 0.0f;
+  for (int32 b = 0; b < params.sequences; ++b) {
+    const BwdSequence s = bwd_sequence<C>(params, b);
+    const float* lse = params.lse + s.batch_q * params.lse_stride[0] + head * params.lse_stride[1] +
+                       s.row_q * params.lse_stride[2];
+    const float* delta = params.delta + row_number<C>(params, s, head, 0);
+    for (int32 query = thread; query < s.length_q; query += core::sink_threads) {
+      const float weight =
+          exp2_approximate((sink - lse[query * params.lse_stride[2]]) * core::log2_e);
+      sum = fmaf(-weight, delta[query], sum);
+    }
+  }
+  parts[thread] = sum;
+  for (int32 width = core::sink_threads / 2; width > 0; width /= 2) {
+    __syncthreads();
+    if (thread < width) parts[thread] += parts[thread + width];
+  }
+  // A sink of -infinity is none: its weights above may be no numbers.
+  if (thread == 0) params.dsink[head * params.dsink_stride] = sink > -infinity ? parts[0] : 0.0f;
 }
 
 }  // namespace fovea::device

@@ -24,13 +24,6 @@ __forceinline__ float score_scale(const FwdParams& params) {
   return C.transform == ScoreTransform::none ? params.scale_log2 : 1.0f;
 }
 
-template <DType dtype>
-__forceinline__ float load_float(const void* data, int64 index) {
-  if constexpr (dtype == DType::f32) return static_cast<const float*>(data)[index];
-  const uint16 bits = static_cast<const uint16*>(data)[index];
-  return dtype == DType::bf16 ? core::bf16_to_float(bits) : half_to_float(bits);
-}
-
 // One query row as its scores see it.
 template <auto C>
 struct ScoreRow {

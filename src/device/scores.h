@@ -42,6 +42,14 @@ __forceinline__ float2 unpack(uint32 packed) {
   }
 }
 
+// One number of a tensor in memory.
+template <DType dtype>
+__forceinline__ float load_float(const void* data, int64 index) {
+  if constexpr (dtype == DType::f32) return static_cast<const float*>(data)[index];
+  const uint16 bits = static_cast<const uint16*>(data)[index];
+  return widen<dtype>(bits);
+}
+
 // tanh by the exponential: exact to fp32 rounding of its argument, unlike tanh.approx (2^-11).
 __forceinline__ float tanh_accurate(float x) {
   const float e = exp2_approximate(x * (2.0f * core::log2_e));

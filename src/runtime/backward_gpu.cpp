@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <limits>
+#include <set>
 #include <span>
 
+#include "core/dropout.h"
 #include "core/mask.h"
 #include "core/numeric.h"
 #include "fovea/fovea.hpp"
@@ -24,7 +26,7 @@ using core::int64;
 using core::Problem;
 using core::View;
 
-constexpr int32 largest_head_dim = 128;
+constexpr int32 largest_head_dim = 256;
 
 RowExtents query_extents(const Problem& p) {
   if (p.is_varlen_q()) return {{1, p.total_q, p.heads_q}};
@@ -50,8 +52,8 @@ int64 query_blocks(const Problem& p, const BwdConfig& c) {
   return p.total_q > 0 ? std::max<int64>(blocks, 1) : blocks;
 }
 
-int64 key_blocks(const Problem& p) {
-  const int64 blocks = core::ceil_div(p.seqlen_k, core::backward_keys);
+int64 key_blocks(const Problem& p, const BwdConfig& c) {
+  const int64 blocks = core::ceil_div(p.seqlen_k, core::keys_of(c));
   return p.total_k > 0 ? std::max<int64>(blocks, 1) : blocks;
 }
 
@@ -61,12 +63,37 @@ int64 all_blocks(const Problem& p, const BwdConfig& c) {
   return (p.total_q / core::rows_of(c) + p.batch + 1) * p.heads_q;
 }
 
+// How the gradient of the bias is dealt: tiles of its elements, and of each as many parts as bring
+// work to all multiprocessors.
+struct BiasTiles {
+  int64 queries = 0, keys = 0;  // tiles along them
+  int64 parts = 1;
+  int64 elements = 0;
+
+  BiasTiles(const Problem& p, const Gradients& g, const DeviceProperties& chip) {
+    if (!g.dbias) return;
+    const auto& extent = g.dbias_extent;
+    elements = extent[0] * extent[1] * extent[2] * extent[3];
+    queries = core::ceil_div(extent[2], core::bias_tile);
+    keys = core::ceil_div(extent[3], core::bias_tile);
+    if (elements == 0) return;
+    const int64 summed = (extent[0] == 1 ? p.batch : 1) * (extent[1] == 1 ? p.heads_q : 1) *
+                         (extent[2] == 1 ? core::ceil_div(p.seqlen_q, core::bias_tile) : 1) *
+                         (extent[3] == 1 ? core::ceil_div(p.seqlen_k, core::bias_tile) : 1);
+    parts = std::clamp<int64>(4 * chip.sm_count / count(extent), 1, std::max<int64>(summed, 1));
+  }
+
+  [[nodiscard]] int64 count(const int64 (&extent)[4]) const {
+    return extent[0] * extent[1] * queries * keys;
+  }
+};
+
 // The scratch of a call, laid out from `base`.
 struct Scratch {
-  DeviceAddress lse_log2 = 0, delta = 0, dq_sums = 0, turns = 0;
+  DeviceAddress lse_log2 = 0, delta = 0, dq_sums = 0, turns = 0, bias_sums = 0;
   std::size_t bytes = 0;
 
-  Scratch(const Problem& p, const BwdConfig& c, DeviceAddress base) {
+  Scratch(const Problem& p, const BwdConfig& c, const BiasTiles& bias, DeviceAddress base) {
     const auto take = [&](int64 count) {
       const DeviceAddress at = base + bytes;
       bytes += (static_cast<std::size_t>(count) * 4 + 255) / 256 * 256;
@@ -77,6 +104,7 @@ struct Scratch {
     delta = take(blocks * core::rows_of(c));
     dq_sums = take(blocks * core::dq_block_floats(c));
     if (c.deterministic) turns = take(blocks * core::turn_counters(c));
+    if (bias.parts > 1) bias_sums = take(bias.parts * bias.elements);
   }
 };
 
@@ -85,12 +113,20 @@ void copy_strides(int64 (&to)[count], const View& from) {
   for (std::size_t i = 0; i < count; ++i) to[i] = from.stride[i];
 }
 
-// Whether elements 2 i and 2 i + 1 of every row share an aligned word.
-bool in_pairs(const View& view, int32 columns) {
+// Whether `count` neighbours of every row, from a multiple of it on, share an aligned word.
+bool in_words(const View& view, int32 columns, int count) {
   const bool even_steps =
-      view.stride[0] % 2 == 0 && view.stride[1] % 2 == 0 && view.stride[2] % 2 == 0;
-  return even_steps && view.stride[3] == 1 && columns % 2 == 0 &&
-         reinterpret_cast<DeviceAddress>(view.data) % 4 == 0;
+      view.stride[0] % count == 0 && view.stride[1] % count == 0 && view.stride[2] % count == 0;
+  const auto bytes = static_cast<DeviceAddress>(count * core::size_bytes(view.dtype));
+  return even_steps && view.stride[3] == 1 && columns % count == 0 &&
+         reinterpret_cast<DeviceAddress>(view.data) % bytes == 0;
+}
+
+core::Rows rows_of_view(const View& view) {
+  core::Rows rows;
+  rows.data = static_cast<const core::uint16*>(view.data);
+  for (std::size_t i = 0; i < 4; ++i) rows.stride[i] = view.stride[i];
+  return rows;
 }
 
 void fill_tensors(BwdParams& params, const Problem& p, const Gradients& g) {
@@ -108,7 +144,43 @@ void fill_tensors(BwdParams& params, const Problem& p, const Gradients& g) {
   copy_strides(params.dk_stride, g.dk);
   params.dv = g.dv.data;
   copy_strides(params.dv_stride, g.dv);
-  params.paired = in_pairs(g.dk, p.head_dim) && in_pairs(g.dv, p.head_dim_v);
+  params.q_rows = rows_of_view(p.q);
+  params.k_rows = rows_of_view(p.k);
+  params.v_rows = rows_of_view(p.v);
+  params.paired = in_words(g.dk, p.head_dim, 2) && in_words(g.dv, p.head_dim_v, 2);
+  params.out_in_quads = in_words(p.out, p.head_dim_v, 4) && in_words(g.dout, p.head_dim_v, 4);
+  params.dq_in_quads = in_words(g.dq, p.head_dim, 4);
+}
+
+// What modifies scores, and the gradients of it.
+void fill_features(BwdParams& params, const Problem& p, const Gradients& g, const BiasTiles& bias) {
+  if (p.softcap > 0.0f) {
+    params.softcap_in = p.softmax_scale / p.softcap;
+    params.softcap_out = p.softcap * core::log2_e;
+  }
+  params.alibi = static_cast<const float*>(p.alibi.data);
+  params.alibi_stride[0] = p.alibi.stride[0];
+  params.alibi_stride[1] = p.alibi.stride[1];
+  params.bias = p.bias.data;
+  copy_strides(params.bias_stride, p.bias);
+  params.mask = static_cast<const core::uint8*>(p.mask.data);
+  copy_strides(params.mask_stride, p.mask);
+  params.sink = static_cast<const float*>(p.sink.data);
+  params.sink_stride = p.sink.stride[0];
+  const core::uint64 key = core::dropout_key(p.dropout);
+  params.dropout_threshold = core::dropout_threshold(p.dropout.probability);
+  params.dropout_key[0] = static_cast<core::uint32>(key);
+  params.dropout_key[1] = static_cast<core::uint32>(key >> 32);
+  params.keep_scale = 1.0f / (1.0f - p.dropout.probability);
+  params.dsink = static_cast<float*>(g.dsink.data);
+  params.dsink_stride = g.dsink.stride[0];
+  params.dbias.data = g.dbias.data;
+  params.dbias.dtype = g.dbias.dtype;
+  std::copy(std::begin(g.dbias_extent), std::end(g.dbias_extent), params.dbias.extent);
+  copy_strides(params.dbias.stride, g.dbias);
+  params.dbias.q_tiles = static_cast<int32>(bias.queries);
+  params.dbias.key_tiles = static_cast<int32>(bias.keys);
+  params.dbias.parts = static_cast<int32>(bias.parts);
 }
 
 // (sequence, KV head) pairs whose rows of q, dout and dq_sums fit half of the L2 together.
@@ -125,8 +197,11 @@ BwdParams fill_params(const BackwardCall& call, const BwdConfig& config,
                       const DeviceProperties& chip) {
   const Problem& p = call.problem;
   BwdParams params;
+  const BiasTiles bias(p, call.gradients, chip);
   fill_tensors(params, p, call.gradients);
-  const Scratch scratch(p, config, call.workspace);
+  fill_features(params, p, call.gradients, bias);
+  const Scratch scratch(p, config, bias, call.workspace);
+  params.dbias.sums = reinterpret_cast<float*>(scratch.bias_sums);
   params.lse_log2 = reinterpret_cast<float*>(scratch.lse_log2);
   params.delta = reinterpret_cast<float*>(scratch.delta);
   params.dq_sums = reinterpret_cast<float*>(scratch.dq_sums);
@@ -151,7 +226,7 @@ BwdParams fill_params(const BackwardCall& call, const BwdConfig& config,
   params.scale = p.softmax_scale;
   params.scale_log2 = p.softmax_scale * core::log2_e;
   params.q_blocks = static_cast<int32>(query_blocks(p, config));
-  params.key_blocks = static_cast<int32>(key_blocks(p));
+  params.key_blocks = static_cast<int32>(key_blocks(p, config));
   params.section = pairs_in_cache(p, chip);
   return params;
 }
@@ -180,14 +255,8 @@ std::vector<std::string> backward_supports(const Problem& p, const Gradients& g,
   refuse(g.dq.dtype != g.dk.dtype || g.dk.dtype != g.dv.dtype,
          "it writes dq, dk and dv in one dtype, so give them the same");
   refuse(p.head_dim > largest_head_dim || p.head_dim_v > largest_head_dim,
-         "it takes head dimensions up to 128 but they are " + std::to_string(p.head_dim) + " and " +
+         "it takes head dimensions up to 256 but they are " + std::to_string(p.head_dim) + " and " +
              std::to_string(p.head_dim_v));
-  refuse(p.softcap > 0.0f, "it has no softcap");
-  refuse(static_cast<bool>(p.bias), "it has no bias");
-  refuse(static_cast<bool>(p.mask), "it has no mask tensor");
-  refuse(static_cast<bool>(p.alibi), "it has no ALiBi");
-  refuse(static_cast<bool>(g.dsink), "it does not compute dsink, so leave it absent");
-  refuse(p.dropout.probability > 0.0f, "it has no dropout");
   refuse(p.is_paged(), "it has no paged keys");
   const auto check = [&](std::string_view name, const View& view, const RowExtents& e, int64 dim) {
     const bool empty = e.of[0] == 0 || e.of[1] == 0 || view.data == nullptr;
@@ -210,82 +279,153 @@ BwdConfig choose_backward(const Problem& p, const Gradients& g) {
   BwdConfig c;
   c.dtype = p.q.dtype;
   c.wide = g.dq.dtype == DType::f32;
-  c.head_dim = std::max(p.head_dim, p.head_dim_v) <= 64 ? 64 : 128;
   c.bound_right = p.window.right >= 0;
   c.bound_left = p.window.left >= 0;
   c.ragged = p.is_varlen_q() || p.is_varlen_k() || p.seqused_q != nullptr || p.seqused_k != nullptr;
   c.deterministic = p.deterministic;
+  c.has_softcap = p.softcap > 0.0f;
+  c.has_alibi = static_cast<bool>(p.alibi);
+  c.has_bias = static_cast<bool>(p.bias);
+  if (c.has_bias) c.bias_dtype = p.bias.dtype;
+  c.has_mask = static_cast<bool>(p.mask);
+  c.has_dropout = p.dropout.probability > 0.0f;
+  c.head_dim = p.head_dim;
+  c.head_dim_v = p.head_dim_v;
+  c.split_columns = !core::fits_whole_columns(c);
+  const core::HeadDims dims = core::backward_head_dims(p.head_dim, p.head_dim_v, c.split_columns);
+  c.head_dim = dims.qk;
+  c.head_dim_v = dims.v;
   return c;
 }
 
-std::string backward_text(const BwdConfig& c, BackwardPart part) {
+namespace {
+
+std::string config_value(const BwdConfig& c) {
   ConfigText config("BwdConfig");
   config.type("dtype", c.dtype);
   config.flag("wide", c.wide);
   config.number("head_dim", c.head_dim);
+  config.number("head_dim_v", c.head_dim_v);
   config.flag("bound_right", c.bound_right);
   config.flag("bound_left", c.bound_left);
   config.flag("ragged", c.ragged);
   config.flag("deterministic", c.deterministic);
+  config.flag("has_softcap", c.has_softcap);
+  config.flag("has_alibi", c.has_alibi);
+  config.flag("has_bias", c.has_bias);
+  config.type("bias_dtype", c.bias_dtype);
+  config.flag("has_mask", c.has_mask);
+  config.flag("has_dropout", c.has_dropout);
+  config.flag("split_columns", c.split_columns);
   config.flag("tensor_memory", c.tensor_memory);
   config.flag("pair", c.pair);
   config.flag("issue_order", c.issue_order);
+  return config.value();
+}
+
+// The products of the main kernel, overloaded by the columns that a warpgroup has.
+std::vector<std::string> products(const BwdConfig& c) {
+  const bool split = c.split_columns;
+  const auto half = [](int32 columns) { return core::round_up(columns / 2, core::panel_columns); };
+  std::set<int32> gradients{c.head_dim};
+  std::set<int32> dq{core::panel_columns};
+  if (split) {
+    gradients = {half(c.head_dim), c.head_dim - half(c.head_dim), half(c.head_dim_v),
+                 c.head_dim_v - half(c.head_dim_v)};
+    dq = {half(c.head_dim), c.head_dim - half(c.head_dim)};
+  }
+  gradients.erase(0);
+  dq.erase(0);
+  const int32 queries = split ? core::rows_of(c) / 2 : core::rows_of(c);
+  std::vector<std::string> texts{
+      wgmma_text({.n = queries, .a = c.dtype, .b = c.dtype}, "bwd_scores")};
+  for (const int32 n : gradients) {
+    texts.push_back(wgmma_text(
+        {.n = n, .a = c.dtype, .b = c.dtype, .a_in_registers = !split, .b_mn_major = true},
+        "bwd_gradient"));
+  }
+  for (const int32 n : dq) {
+    texts.push_back(wgmma_text(
+        {.n = n, .a = c.dtype, .b = c.dtype, .a_mn_major = true, .b_mn_major = true}, "bwd_dq"));
+  }
+  return texts;
+}
+
+struct PartText {
+  const char* include;
+  const char* function;
+  int threads;
+};
+
+// In the order of BackwardPart.
+constexpr PartText part_texts[backward_parts] = {
+    {"device/bwd_rows.cuh", "bwd_prepare", core::row_threads},
+    {"device/bwd_sm90.cuh", "bwd", core::backward_threads},
+    {"device/bwd_rows.cuh", "bwd_finish", core::row_threads},
+    {"device/bwd_rows.cuh", "bwd_sink", core::sink_threads},
+    {"device/bwd_bias.cuh", "bwd_bias", core::bias_threads},
+    {"device/bwd_bias.cuh", "bwd_bias_sum", core::bias_threads}};
+
+const PartText& text_of(BackwardPart part) { return part_texts[static_cast<std::size_t>(part)]; }
+
+}  // namespace
+
+std::string backward_text(const BwdConfig& c, BackwardPart part) {
   KernelSource source;
   source.params = "fovea::core::BwdParams";
-  source.include = "device/bwd_rows.cuh";
-  source.threads = core::row_threads;
-  std::string function = part == BackwardPart::prepare ? "bwd_prepare" : "bwd_finish";
-  if (part == BackwardPart::main) {
-    source.include = "device/bwd_sm90.cuh";
-    source.threads = core::backward_threads;
-    source.instructions = {
-        wgmma_text({.n = core::rows_of(c), .a = c.dtype, .b = c.dtype}, "bwd_scores"),
-        wgmma_text({.n = c.head_dim,
-                    .a = c.dtype,
-                    .b = c.dtype,
-                    .a_in_registers = true,
-                    .b_mn_major = true},
-                   "bwd_gradient"),
-        wgmma_text({.n = core::panel_columns,
-                    .a = c.dtype,
-                    .b = c.dtype,
-                    .a_mn_major = true,
-                    .b_mn_major = true},
-                   "bwd_dq")};
-    function = "bwd";
-  }
-  source.call = "fovea::device::" + function + "<" + config.value() + ">";
+  source.include = text_of(part).include;
+  source.threads = text_of(part).threads;
+  if (part == BackwardPart::main) source.instructions = products(c);
+  source.call =
+      "fovea::device::" + std::string(text_of(part).function) + "<" + config_value(c) + ">";
   return kernel_text(source);
 }
 
-std::size_t backward_workspace_bytes(const Problem& problem, const BwdConfig& config) {
-  return Scratch(problem, config, 0).bytes;
+std::size_t backward_workspace_bytes(const BackwardCall& call, const BwdConfig& config,
+                                     const DeviceProperties& chip) {
+  const BiasTiles bias(call.problem, call.gradients, chip);
+  return Scratch(call.problem, config, bias, 0).bytes;
 }
 
-BackwardKernels::BackwardKernels(Device& device, const BwdConfig& config, Jit& jit)
+BackwardKernels::BackwardKernels(Device& device, const BwdConfig& config,
+                                 const Gradients& gradients, Jit& jit)
     : device_(device), config_(config) {
-  for (const BackwardPart part :
-       {BackwardPart::prepare, BackwardPart::main, BackwardPart::finish}) {
-    const auto index = static_cast<std::size_t>(part);
+  std::vector<BackwardPart> parts{BackwardPart::prepare, BackwardPart::main, BackwardPart::finish};
+  if (gradients.dsink) parts.push_back(BackwardPart::sink);
+  if (gradients.dbias) {
+    parts.insert(parts.end(), {BackwardPart::bias, BackwardPart::bias_sum});
+  }
+  for (const BackwardPart part : parts) {
     CompileRequest request;
     request.text = backward_text(config, part);
     request.arch = device.properties().arch;
     request.format = device.properties().image_format;
-    compiled_[index] = jit.compile(request);
-    kernels_[index] = device.load(compiled_[index].image->bytes, kernel_entry);
+    const CompileResult compiled = jit.compile(request);
+    kernels_[static_cast<std::size_t>(part)] = device.load(compiled.image->bytes, kernel_entry);
   }
 }
 
-void BackwardKernels::launch(BackwardPart part, std::uint32_t ctas, std::uint32_t threads,
-                             std::uint32_t shared_bytes, const BwdParams& params,
-                             Stream stream) const {
+void BackwardKernels::launch(BackwardPart part, std::uint32_t ctas, std::uint32_t shared_bytes,
+                             const BwdParams& params, Stream stream) const {
   if (ctas == 0) return;
   LaunchConfig shape;
   shape.grid.x = ctas;
-  shape.block.x = threads;
+  shape.block.x = static_cast<std::uint32_t>(text_of(part).threads);
   shape.dynamic_shared_bytes = shared_bytes;
   device_.launch(*kernels_[static_cast<std::size_t>(part)], shape,
                  std::as_bytes(std::span(&params, 1)), stream);
+}
+
+void BackwardKernels::launch_bias(const BackwardCall& call, const BwdParams& params,
+                                  Stream stream) const {
+  const BiasTiles tiles(call.problem, call.gradients, device_.properties());
+  if (tiles.elements == 0) return;
+  const int64 count = tiles.count(call.gradients.dbias_extent);
+  launch(BackwardPart::bias, checked_grid(count * tiles.parts), 0, params, stream);
+  if (tiles.parts == 1) return;
+  const int64 sums = core::ceil_div(tiles.elements, core::bias_threads);
+  launch(BackwardPart::bias_sum,
+         checked_grid(std::min<int64>(sums, 8 * device_.properties().sm_count)), 0, params, stream);
 }
 
 void BackwardKernels::run(const BackwardCall& call, Stream stream) const {
@@ -293,7 +433,7 @@ void BackwardKernels::run(const BackwardCall& call, Stream stream) const {
   const Gradients& g = call.gradients;
   BwdParams params = fill_params(call, config_, device_.properties());
   const std::uint32_t row_ctas = checked_grid(query_blocks(p, config_) * p.heads_q * sequences(p));
-  const std::uint32_t key_ctas = checked_grid(key_blocks(p) * p.heads_kv * sequences(p));
+  const std::uint32_t key_ctas = checked_grid(key_blocks(p, config_) * p.heads_kv * sequences(p));
   const RowExtents queries = query_extents(p);
   const RowExtents keys = key_extents(p);
   if (queries.of[0] > 0 && queries.of[1] > 0) {
@@ -301,13 +441,15 @@ void BackwardKernels::run(const BackwardCall& call, Stream stream) const {
     params.dout_map = encode_rows(device_, g.dout, queries, p.head_dim_v, core::rows_of(config_));
   }
   if (keys.of[0] > 0 && keys.of[1] > 0) {
-    params.k = encode_rows(device_, p.k, keys, p.head_dim, core::backward_keys);
-    params.v = encode_rows(device_, p.v, keys, p.head_dim_v, core::backward_keys);
+    params.k = encode_rows(device_, p.k, keys, p.head_dim, core::keys_of(config_));
+    params.v = encode_rows(device_, p.v, keys, p.head_dim_v, core::keys_of(config_));
   }
-  launch(BackwardPart::prepare, row_ctas, core::row_threads, 0, params, stream);
-  launch(BackwardPart::main, key_ctas, core::backward_threads,
-         static_cast<std::uint32_t>(core::shared_bytes(config_)), params, stream);
-  launch(BackwardPart::finish, row_ctas, core::row_threads, 0, params, stream);
+  launch(BackwardPart::prepare, row_ctas, 0, params, stream);
+  if (g.dsink) launch(BackwardPart::sink, static_cast<std::uint32_t>(p.heads_q), 0, params, stream);
+  if (g.dbias) launch_bias(call, params, stream);
+  launch(BackwardPart::main, key_ctas, static_cast<std::uint32_t>(core::shared_bytes(config_)),
+         params, stream);
+  launch(BackwardPart::finish, row_ctas, 0, params, stream);
 }
 
 }  // namespace fovea::runtime

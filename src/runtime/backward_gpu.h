@@ -1,6 +1,7 @@
 // The backward pass on a GPU: problem -> configuration -> kernel texts -> launches, over the device
 // seam. Three kernels follow each other in the stream: what is needed of each row, dk and dv with
-// the sums of dq, and dq from its sums (device/bwd_rows.cuh, device/bwd_sm90.cuh).
+// the sums of dq, and dq from its sums (device/bwd_rows.cuh, device/bwd_sm90.cuh); where they are
+// asked for, also the gradients of the sinks and of the bias (device/bwd_bias.cuh).
 #pragma once
 
 #include <array>
@@ -24,7 +25,8 @@ std::vector<std::string> backward_supports(const core::Problem& problem,
 // A configuration for gradients that backward_supports() accepts.
 core::BwdConfig choose_backward(const core::Problem& problem, const core::Gradients& gradients);
 
-enum class BackwardPart { prepare, main, finish };
+enum class BackwardPart { prepare, main, finish, sink, bias, bias_sum };
+inline constexpr std::size_t backward_parts = 6;
 
 // The translation unit of a part.
 std::string backward_text(const core::BwdConfig& config, BackwardPart part);
@@ -39,30 +41,31 @@ struct BackwardCall {
   DeviceAddress workspace = 0;
 };
 
-std::size_t backward_workspace_bytes(const core::Problem& problem, const core::BwdConfig& config);
+std::size_t backward_workspace_bytes(const BackwardCall& call, const core::BwdConfig& config,
+                                     const DeviceProperties& chip);
 
 // The compiled and loaded kernels. Their device must outlive them.
 class BackwardKernels {
  public:
   // Throws CompileError, Unsupported (no compiler) or DeviceError.
-  BackwardKernels(Device& device, const core::BwdConfig& config, Jit& jit = default_jit());
+  // The gradients that the problem has beside dq, dk and dv decide on the kernels of the last
+  // parts.
+  BackwardKernels(Device& device, const core::BwdConfig& config, const core::Gradients& gradients,
+                  Jit& jit = default_jit());
 
   // Puts the launches into the stream.
   void run(const BackwardCall& call, Stream stream = {}) const;
 
   const core::BwdConfig& config() const { return config_; }
-  const CompileResult& compiled(BackwardPart part) const {
-    return compiled_[static_cast<std::size_t>(part)];
-  }
 
  private:
-  void launch(BackwardPart part, std::uint32_t ctas, std::uint32_t threads,
-              std::uint32_t shared_bytes, const core::BwdParams& params, Stream stream) const;
+  void launch(BackwardPart part, std::uint32_t ctas, std::uint32_t shared_bytes,
+              const core::BwdParams& params, Stream stream) const;
+  void launch_bias(const BackwardCall& call, const core::BwdParams& params, Stream stream) const;
 
   Device& device_;
   core::BwdConfig config_;
-  std::array<CompileResult, 3> compiled_;
-  std::array<std::shared_ptr<Kernel>, 3> kernels_;
+  std::array<std::shared_ptr<Kernel>, backward_parts> kernels_;
 };
 
 }  // namespace fovea::runtime

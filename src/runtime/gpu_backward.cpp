@@ -51,10 +51,14 @@ struct AsCopied {
   }
 };
 
-std::shared_ptr<const BackwardKernels> kernels_for(Device& device, const core::BwdConfig& config) {
+std::shared_ptr<const BackwardKernels> kernels_for(Device& device, const core::BwdConfig& config,
+                                                   const core::Gradients& gradients) {
   static auto* const programs = new SharedPrograms<BackwardKernels>;
-  return programs->get(device, backward_text(config, BackwardPart::main),
-                       [&] { return std::make_shared<const BackwardKernels>(device, config); });
+  const std::string name = backward_text(config, BackwardPart::main) +
+                           (gradients.dsink ? " dsink" : "") + (gradients.dbias ? " dbias" : "");
+  return programs->get(device, name, [&] {
+    return std::make_shared<const BackwardKernels>(device, config, gradients);
+  });
 }
 
 }  // namespace
@@ -69,8 +73,9 @@ GpuBackwardPlan::GpuBackwardPlan(Device& device, const BackwardRequest& request,
     : device_(device) {
   const AsCopied copied(request);
   const core::BwdConfig config = choose_backward(copied.problem, copied.gradients);
-  kernels_ = kernels_for(device, config);
-  total_bytes_ = aligned(backward_workspace_bytes(copied.problem, config));
+  kernels_ = kernels_for(device, config, copied.gradients);
+  total_bytes_ = aligned(
+      backward_workspace_bytes({copied.problem, copied.gradients}, config, device.properties()));
   const auto tensors = streamed(request);
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (copy_engine_objection(tensors[i].tensor).empty()) continue;
@@ -143,10 +148,11 @@ std::string GpuBackwardPlan::explain() const {
   }
   const core::BwdConfig& config = kernels_->config();
   return text("device     ", device_.properties().name, ", ", device_.properties().sm_count,
-              " multiprocessors\n",                                                       //
-              "kernel     bwd_sm90\n",                                                    //
-              "tiles      ", core::backward_keys, " keys x ", core::rows_of(config),      //
-              " rows of queries, head dimensions padded to ", config.head_dim, "\n",      //
+              " multiprocessors\n",                                                     //
+              "kernel     bwd_sm90\n",                                                  //
+              "tiles      ", core::keys_of(config), " keys x ", core::rows_of(config),  //
+              " rows of queries, head dimensions padded to ", config.head_dim, " and ",
+              config.head_dim_v, "\n",                                                    //
               "dq         added ",                                                        //
               config.deterministic ? "in the order of the keys\n" : "as tiles finish\n",  //
               "copied     ", copied.empty() ? "nothing" : copied, "\n",                   //

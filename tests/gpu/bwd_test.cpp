@@ -263,10 +263,10 @@ BackwardResult run_on(Device& device, const BackwardProblem& host) {
 
   EXPECT_TRUE(runtime::backward_supports(p, g, device.properties().arch).empty());
   const core::BwdConfig config = runtime::choose_backward(p, g);
-  const std::size_t bytes = runtime::backward_workspace_bytes(p, config);
+  const std::size_t bytes = runtime::backward_workspace_bytes(call, config, device.properties());
   call.workspace = reinterpret_cast<runtime::DeviceAddress>(
       memory.upload(std::vector<unsigned char>(bytes, 0xff)));
-  const runtime::BackwardKernels kernels(device, config);
+  const runtime::BackwardKernels kernels(device, config, g);
   kernels.run(call);
   return {memory.read(g.dq, host.dq_count()), memory.read(g.dk, host.dk_count()),
           memory.read(g.dv, host.dv_count())};

@@ -29,12 +29,29 @@ std::vector<Variant> variants() {
       core::BwdConfig c;
       c.dtype = bit(0) ? core::DType::bf16 : core::DType::f16;
       c.wide = bit(1) && bit(3);
-      c.head_dim = head_dim;
+      c.head_dim = c.head_dim_v = head_dim;
       c.bound_right = bit(0) || bit(1);
       c.bound_left = bit(1);
       c.ragged = bit(2);
       c.deterministic = bit(3);
       list.push_back({"d" + std::to_string(head_dim) + "_" + std::to_string(set), c});
+    }
+  }
+  constexpr core::HeadDims dims[] = {{64, 64}, {128, 128}, {192, 128}, {256, 256}};
+  for (const core::HeadDims d : dims) {
+    for (const char* feature : {"plain", "softcap", "alibi", "all"}) {
+      const std::string name = feature;
+      const bool all = name == "all";
+      core::BwdConfig c;
+      c.dtype = all ? core::DType::f16 : core::DType::bf16;
+      c.head_dim = d.qk;
+      c.head_dim_v = d.v;
+      c.bound_right = c.ragged = c.deterministic = true;
+      c.has_softcap = all || name == "softcap";
+      c.has_alibi = all || name == "alibi";
+      c.has_bias = c.has_mask = c.has_dropout = all;
+      c.split_columns = !core::fits_whole_columns(c);
+      list.push_back({"d" + std::to_string(d.qk) + "_" + std::to_string(d.v) + "_" + name, c});
     }
   }
   return list;
@@ -45,8 +62,8 @@ class CompileBackward : public ::testing::TestWithParam<Variant> {};
 TEST_P(CompileBackward, WithoutSpills) {
   const TemporaryFolder folder;
   runtime::Jit jit({.cache_folder = folder.path()});
-  for (const BackwardPart part :
-       {BackwardPart::prepare, BackwardPart::main, BackwardPart::finish}) {
+  for (std::size_t i = 0; i < runtime::backward_parts; ++i) {
+    const auto part = static_cast<BackwardPart>(i);
     runtime::CompileRequest request;
     request.text = runtime::backward_text(GetParam().config, part);
     request.arch = "sm_90a";

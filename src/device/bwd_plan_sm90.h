@@ -1,0 +1,257 @@
+// The backward kernel for Hopper but for its arithmetic: what a CTA works on, its shared memory and
+// barriers, and the two threads that copy: one brings tiles, one adds dq to global memory.
+#pragma once
+
+#include "core/config_backward.h"
+#include "device/bwd_blocks.h"
+#include "device/pipeline.h"
+#include "device/tma.h"
+
+namespace fovea::device {
+
+// ---- Work ---------------------------------------------------------------------------------------
+
+// What this CTA works on. In shared memory, since registers are short.
+template <BwdConfig C>
+struct BwdWork {
+  static constexpr int32 rows = core::rows_of(C);
+
+  BwdSequence sequence;
+  int32 head_kv;
+  int32 key_begin;               // first key of the block
+  int32 row_begin, row_end;      // query rows that see any key of the block
+  int32 block_begin, block_end;  // their blocks
+
+  __forceinline__ void find(const BwdParams& params) {
+    const PairBlock at = pair_block(static_cast<int32>(blockIdx.x), params.batch * params.heads_kv,
+                                    params.section, params.key_blocks);
+    const int32 b = at.pair / params.heads_kv;
+    sequence = bwd_sequence<C>(params, b);
+    head_kv = at.pair - b * params.heads_kv;
+    key_begin =
+        (core::last_keys_first(C) ? params.key_blocks - 1 - at.block : at.block) * core::keys_of(C);
+    const core::KeyRange seen = rows_that_see<C>(
+        params, sequence, key_begin, min(key_begin + core::keys_of(C), sequence.length_k));
+    row_begin = static_cast<int32>(seen.begin);
+    row_end = static_cast<int32>(seen.end);
+    block_begin = row_begin / rows;
+    block_end = (row_end + rows - 1) / rows;
+  }
+
+  __forceinline__ bool exists() const { return key_begin < sequence.capacity_k; }
+};
+
+// ---- Plan: shared memory, barriers --------------------------------------------------------------
+
+// Tiles are panels of 64 columns, each [row][64] with the 128-byte swizzle.
+template <BwdConfig C>
+struct BwdPlan {
+  static constexpr int32 rows = core::rows_of(C);
+  static constexpr int32 keys = core::keys_of(C);
+  static constexpr int32 panels = C.head_dim / core::panel_columns;
+  static constexpr int32 panels_v = C.head_dim_v / core::panel_columns;
+  static constexpr int32 dout_stages = core::dout_stages(C);
+  static constexpr uint32 row_bytes = 2 * core::panel_columns;
+  static constexpr uint32 group_bytes = 8 * row_bytes;  // 8 rows: the period of the swizzle
+  static constexpr uint32 k_bytes = keys * panels * row_bytes;
+  static constexpr uint32 v_bytes = keys * panels_v * row_bytes;
+  static constexpr uint32 q_bytes = rows * panels * row_bytes;
+  static constexpr uint32 dout_bytes = rows * panels_v * row_bytes;
+  static constexpr uint32 score_bytes = keys * rows * 2;
+  static constexpr uint32 unit_bytes = core::dq_unit_floats * 4;
+  static constexpr int32 score_tiles = C.split_columns ? 4 : 2;
+
+  alignas(1024) uint8 k[k_bytes];
+  alignas(1024) uint8 v[v_bytes];
+  alignas(1024) uint8 q[2][q_bytes];
+  alignas(1024) uint8 dout[dout_stages][dout_bytes];
+  // [query panel][key][64 queries]: two stages of dS, then two of P where columns are split.
+  alignas(1024) uint8 scores[score_tiles][score_bytes];
+  alignas(1024) uint8 dq[2][unit_bytes];  // of each warpgroup, in the order of the accumulator
+  alignas(128) float lse_log2[2][rows];
+  alignas(128) float delta[2][rows];
+  Ring<2> q_ring;               // with lse_log2. full: 1 producer and the bytes
+  Ring<dout_stages> dout_ring;  // with delta. free: each computing warp
+  Ring<1> dq_ring[2];           // full: the threads of a warpgroup; free: the adding thread
+  Barrier keys_full;
+  BwdWork<C> work;
+
+  static constexpr uint32 consumer_warps = 8;
+
+  // Named barriers, of all computing threads. 0 is __syncthreads.
+  static constexpr int32 scores_barrier = 1;
+  static constexpr int32 clear_barrier = 2;
+
+  static_assert(C.dtype == DType::bf16 || C.dtype == DType::f16);
+  static_assert(C.head_dim % core::panel_columns == 0 && C.head_dim_v % core::panel_columns == 0);
+  static_assert(C.split_columns || (C.head_dim == C.head_dim_v && C.head_dim <= 128));
+};
+
+// The panels of columns of a tensor that a warpgroup has.
+struct Panels {
+  int32 begin, count;
+};
+
+// dk and dv where columns are split, dq always: with an odd number, the warpgroup that has more of
+// dk has less of dq and dv.
+constexpr Panels dk_panels(const BwdConfig& c, int32 warpgroup) {
+  const int32 all = c.head_dim / core::panel_columns;
+  const int32 first = (all + 1) / 2;
+  return warpgroup == 0 ? Panels{0, first} : Panels{first, all - first};
+}
+constexpr Panels dv_panels(const BwdConfig& c, int32 warpgroup) {
+  const int32 all = c.head_dim_v / core::panel_columns;
+  return warpgroup == 0 ? Panels{0, all / 2} : Panels{all / 2, all - all / 2};
+}
+// In units of dq, of which a tile of 128 rows has two under each other.
+constexpr Panels dq_panels(const BwdConfig& c, int32 warpgroup) {
+  const int32 all = core::dq_units_of(c);
+  return warpgroup == 0 ? Panels{0, all / 2} : Panels{all / 2, all - all / 2};
+}
+
+// ---- Role: load, one thread ---------------------------------------------------------------------
+
+template <BwdConfig C>
+struct BwdLoad {
+  using Plan = BwdPlan<C>;
+  Plan& plan;
+  const BwdParams& params;
+  const BwdWork<C>& work;
+  RingState<2> q_state;
+  RingState<Plan::dout_stages> dout_state;
+
+  __forceinline__ void load_panels(SharedAddress memory, const TensorMap* map, Barrier& barrier,
+                                   int32 panels, int32 tile_rows, int32 row, int32 head,
+                                   int32 batch, CachePolicy policy) {
+    for (int32 panel = 0; panel < panels; ++panel) {
+      tma_load(memory + panel * tile_rows * Plan::row_bytes, map, barrier,
+               {panel * core::panel_columns, row, head, batch}, policy);
+    }
+  }
+
+  __forceinline__ void load_keys() {
+    const BwdSequence& s = work.sequence;
+    mbarrier_arrive_expect_bytes(plan.keys_full, Plan::k_bytes + Plan::v_bytes);
+    const CachePolicy policy = cache_policy_evict_first();
+    const int32 row = s.row_k + work.key_begin;
+    load_panels(shared_address(plan.k), &params.k, plan.keys_full, Plan::panels, Plan::keys, row,
+                work.head_kv, s.batch_k, policy);
+    load_panels(shared_address(plan.v), &params.v, plan.keys_full, Plan::panels_v, Plan::keys, row,
+                work.head_kv, s.batch_k, policy);
+  }
+
+  // Query rows of one tensor, and one number for each row.
+  template <int stages>
+  __forceinline__ void load_rows(Ring<stages>& ring, RingState<stages>& state, const uint8* memory,
+                                 int32 panels, const TensorMap* map, float* row_memory,
+                                 const float* row_numbers, int32 head, int32 block, int64 number) {
+    constexpr uint32 number_bytes = Plan::rows * 4;
+    const BwdSequence& s = work.sequence;
+    const auto stage = static_cast<uint32>(state.stage);
+    const uint32 bytes = panels * Plan::rows * Plan::row_bytes;
+    ring.wait_free(state);
+    ring.expect(state, bytes + number_bytes);
+    load_panels(shared_address(memory) + stage * bytes, map, ring.full[state.stage], panels,
+                Plan::rows, s.row_q + block * Plan::rows, head, s.batch_q,
+                cache_policy_evict_last());
+    bulk_load(shared_address(row_memory) + stage * number_bytes, row_numbers + number * Plan::rows,
+              number_bytes, ring.full[state.stage]);
+    state.advance();
+  }
+
+  __forceinline__ void run() {
+    if (work.block_begin >= work.block_end) return;
+    load_keys();
+    for (int32 i = 0; i < params.group_size; ++i) {
+      const int32 head = work.head_kv * params.group_size + i;
+      const int64 first = first_block<C>(params, work.sequence, head);
+#pragma unroll 1
+      for (int32 block = work.block_begin; block < work.block_end; ++block) {
+        load_rows(plan.q_ring, q_state, plan.q[0], Plan::panels, &params.q, plan.lse_log2[0],
+                  params.lse_log2, head, block, first + block);
+        load_rows(plan.dout_ring, dout_state, plan.dout[0], Plan::panels_v, &params.dout_map,
+                  plan.delta[0], params.delta, head, block, first + block);
+      }
+    }
+  }
+};
+
+// ---- Role: add dq, one thread -------------------------------------------------------------------
+
+template <BwdConfig C>
+struct BwdAdd {
+  using Plan = BwdPlan<C>;
+  Plan& plan;
+  const BwdParams& params;
+  const BwdWork<C>& work;
+  RingState<1> state[2];
+
+  // How many blocks of keys add to a block of rows before this one.
+  __forceinline__ uint32 turn(int32 block) const {
+    const BwdSequence& s = work.sequence;
+    const core::BlockRange keys = core::block_range(
+        core::Window{params.window_left, params.window_right}, s.length_q, s.length_k,
+        block * Plan::rows, min((block + 1) * Plan::rows, s.length_q), core::keys_of(C));
+    const int64 own = work.key_begin / core::keys_of(C);
+    return static_cast<uint32>(core::last_keys_first(C) ? keys.end - 1 - own : own - keys.begin);
+  }
+
+  // Waits until those have added: what they wrote comes before what this one adds.
+  __forceinline__ void wait_turn(int64 number, int32 block) {
+    const uint32 before = turn(block);
+    while (load_acquire(params.turns + number) != before) {
+    }
+    fence_proxy_async_global();
+  }
+
+  // The additions themselves must be complete, not only their source read, before the next may add.
+  __forceinline__ void pass_turn(int64 number) {
+    bulk_wait<0>();
+    fence_proxy_async_global();
+    add_release(params.turns + number, 1u);
+  }
+
+  // The j-th unit of a warpgroup for a block of rows.
+  template <int32 warpgroup>
+  __forceinline__ void add_unit(int64 number, int32 j) {
+    const int64 unit = number * core::dq_units_of(C) + dq_panels(C, warpgroup).begin + j;
+    plan.dq_ring[warpgroup].wait_full(state[warpgroup]);
+    bulk_reduce_add(params.dq_sums + unit * core::dq_unit_floats,
+                    shared_address(plan.dq[warpgroup]), Plan::unit_bytes);
+    bulk_commit();
+  }
+  template <int32 warpgroup>
+  __forceinline__ void release() {
+    plan.dq_ring[warpgroup].release(state[warpgroup]);
+    state[warpgroup].advance();
+  }
+
+  __forceinline__ void run() {
+    constexpr int32 units[2] = {dq_panels(C, 0).count, dq_panels(C, 1).count};
+    static_assert(units[0] <= units[1]);
+    for (int32 i = 0; i < params.group_size; ++i) {
+      const int32 head = work.head_kv * params.group_size + i;
+      const int64 first = first_block<C>(params, work.sequence, head);
+#pragma unroll 1
+      for (int32 block = work.block_begin; block < work.block_end; ++block) {
+        const int64 number = first + block;
+        if constexpr (C.deterministic) wait_turn(number, block);
+#pragma unroll
+        for (int32 j = 0; j < units[1]; ++j) {
+          if (j < units[0]) add_unit<0>(number, j);
+          add_unit<1>(number, j);
+          if (j < units[0]) {
+            bulk_wait_read<1>();
+            release<0>();
+          }
+          bulk_wait_read<0>();
+          release<1>();
+        }
+        if constexpr (C.deterministic) pass_turn(number);
+      }
+    }
+    bulk_wait<0>();
+  }
+};
+
+}  // namespace fovea::device

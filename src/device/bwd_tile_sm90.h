@@ -1,0 +1,415 @@
+// What a computing warpgroup of the backward kernel for Hopper does besides multiplying: the
+// softmax and its derivative on fragments, clearing of what hides, storing.
+//
+// Scores are transposed, [keys x queries]: element i of a register array is key
+// WgmmaAccumulator::row() and query WgmmaAccumulator::col() of the warpgroup's part of the tile.
+#pragma once
+
+#include "device/bwd_plan_sm90.h"
+#include "device/bwd_scores.h"
+#include "device/wgmma.h"
+
+namespace fovea::device {
+
+template <BwdConfig C>
+struct BwdTile {
+  using Plan = BwdPlan<C>;
+  static constexpr bool split = C.split_columns;
+  static constexpr int32 columns = split ? Plan::rows / 2 : Plan::rows;  // queries of its scores
+  static constexpr int32 score_count = columns / 2;
+  using Fragments = uint32[columns / 16][4];
+
+  Plan& plan;
+  const BwdParams& params;
+  const BwdWork<C>& work;
+  const int32 warpgroup;  // 0 or 1
+  RingState<2> q_state;
+  RingState<Plan::dout_stages> dout_state;
+  RingState<1> dq_state;
+
+  __forceinline__ int32 thread() const { return static_cast<int32>(threadIdx.x % 128); }
+  // Of the block's keys and queries, those of the thread's element 0.
+  __forceinline__ int32 own_key() const {
+    return (split ? 0 : 64 * warpgroup) + WgmmaAccumulator::row(thread(), 0);
+  }
+  __forceinline__ int32 own_query() const {
+    return (split ? columns * warpgroup : 0) + WgmmaAccumulator::col(thread(), 0);
+  }
+
+  __forceinline__ SharedAddress q_tile() const {
+    return shared_address(plan.q[0]) + static_cast<uint32>(q_state.stage) * Plan::q_bytes;
+  }
+  __forceinline__ SharedAddress dout_tile() const {
+    return shared_address(plan.dout[0]) + static_cast<uint32>(dout_state.stage) * Plan::dout_bytes;
+  }
+  // dS, and P where it goes through shared memory, of this step.
+  __forceinline__ SharedAddress dscores_tile() const {
+    return shared_address(plan.scores[0]) + static_cast<uint32>(q_state.stage) * Plan::score_bytes;
+  }
+  __forceinline__ SharedAddress weights_tile() const {
+    return dscores_tile() + 2 * Plan::score_bytes;
+  }
+
+  __forceinline__ void release_q() {
+    __syncwarp();
+    if (lane_index() == 0) plan.q_ring.release(q_state);
+    q_state.advance();
+  }
+  __forceinline__ void release_dout() {
+    __syncwarp();
+    if (lane_index() == 0) plan.dout_ring.release(dout_state);
+    dout_state.advance();
+  }
+
+  // -- What hides
+
+  // True if every key of the block exists and is seen by every row of this one.
+  __forceinline__ bool sees_all(int32 block) const {
+    const BwdSequence& s = work.sequence;
+    const int32 q_begin = block * Plan::rows;
+    const int32 q_last = q_begin + Plan::rows - 1;
+    const int32 key_last = work.key_begin + Plan::keys - 1;
+    const int32 shift = s.length_k - s.length_q;
+    bool all = q_last < s.length_q && key_last < s.length_k;
+    if constexpr (C.bound_right) all = all && key_last <= q_begin + shift + params.window_right;
+    if constexpr (C.bound_left) all = all && work.key_begin >= q_last + shift - params.window_left;
+    return all;
+  }
+
+  // What a thread's keys and queries see of each other in this block, by position.
+  struct Sight {
+    int32 key, query;  // of element 0
+    int32 length_k, length_q, shift;
+
+    __forceinline__ bool sees(const BwdParams& params, int32 i) const {
+      const int32 row = query + 8 * (i / 4) + i % 2;
+      const int32 column = key + 8 * ((i / 2) % 2);
+      bool seen = row < length_q && column < length_k;
+      if constexpr (C.bound_right) seen = seen && column <= row + shift + params.window_right;
+      if constexpr (C.bound_left) seen = seen && column >= row + shift - params.window_left;
+      return seen;
+    }
+  };
+
+  __forceinline__ Sight sight(int32 block) const {
+    const BwdSequence& s = work.sequence;
+    return {work.key_begin + own_key(), block * Plan::rows + own_query(), s.length_k, s.length_q,
+            s.length_k - s.length_q};
+  }
+
+  // Clears a row's chunks of 16 bytes, of which swizzling permutes eight at a time: 0 x NaN is NaN.
+  static __forceinline__ void clear_row(SharedAddress tile, int32 panels, int32 count, int32 row) {
+#pragma unroll 1
+    for (int32 i = 0; i < 8 * panels; ++i) {
+      store_shared_x4(tile + (i / 8 * count + row) * Plan::row_bytes + i % 8 * 16,
+                      uint4{0, 0, 0, 0});
+    }
+  }
+
+  __forceinline__ void publish_cleared() {
+    fence_proxy_async_shared();
+    named_barrier_sync<Plan::clear_barrier, 256>();
+  }
+
+  // Whether a row of k holds infinity or NaN.
+  __forceinline__ bool is_special(int32 row) const {
+    constexpr uint32 exponents = C.dtype == DType::bf16 ? 0x7f807f80u : 0x7c007c00u;
+    bool special = false;
+#pragma unroll 1
+    for (int32 i = 0; i < 8 * Plan::panels; ++i) {
+      const uint4 v = load_shared_x4(shared_address(plan.k) +
+                                     (i / 8 * Plan::keys + row) * Plan::row_bytes + i % 8 * 16);
+      const uint32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int32 j = 0; j < 4; ++j) {
+        const uint32 held = ~words[j] & exponents;
+        special = special || (held & 0xffffu) == 0 || (held >> 16) == 0;
+      }
+    }
+    return special;
+  }
+
+  // Whether any query of any head sees a key of the block, bias and mask considered.
+  __forceinline__ bool is_seen(int32 row) const {
+    const int32 key = work.key_begin + row;
+    const core::KeyRange rows = rows_that_see<C>(params, work.sequence, key, key + 1);
+    for (int32 i = 0; i < params.group_size; ++i) {
+      const BwdScores<C> of(params, work.sequence, work.head_kv * params.group_size + i);
+#pragma unroll 1
+      for (int32 query = static_cast<int32>(rows.begin); query < rows.end; ++query) {
+        if (of.shows(query, key)) return true;
+      }
+    }
+    return false;
+  }
+
+  // Keys that no query of the sequence sees, or that do not exist. What bias and mask hide is
+  // looked for only where it would do harm.
+  __forceinline__ void clear_unseen_keys() {
+    const BwdSequence& s = work.sequence;
+    const core::KeyRange seen =
+        core::union_range(core::Window{params.window_left, params.window_right}, s.length_q,
+                          s.length_k, 0, s.length_q);
+    const int32 begin = max(0, static_cast<int32>(seen.begin) - work.key_begin);
+    const int32 end = min(Plan::keys, static_cast<int32>(seen.end) - work.key_begin);
+    if (!core::hides_anywhere(C) && begin == 0 && end == Plan::keys) return;
+    const int32 row = 128 * warpgroup + thread();
+    if (row < Plan::keys) {
+      bool clear = row < begin || row >= end;
+      if constexpr (core::hides_anywhere(C)) clear = clear || (is_special(row) && !is_seen(row));
+      if (clear) clear_row(shared_address(plan.k), Plan::panels, Plan::keys, row);
+    }
+    publish_cleared();
+  }
+
+  // Query rows that see none of the keys, or that do not exist.
+  __forceinline__ void clear_unseen_rows(int32 block) {
+    const int32 begin = max(0, work.row_begin - block * Plan::rows);
+    const int32 end = min(Plan::rows, work.row_end - block * Plan::rows);
+    bool any = begin > 0 || end < Plan::rows;
+    const float* lse = plan.lse_log2[q_state.stage];
+    if constexpr (core::hides_anywhere(C)) {
+#pragma unroll
+      for (int32 i = 0; i < Plan::rows; i += 32) {
+        any = __any_sync(0xffffffffu, any || lse[i + lane_index()] == infinity);
+      }
+    }
+    if (!any) return;
+    plan.dout_ring.wait_full(dout_state);
+    const int32 row = 128 * warpgroup + thread();
+    if (row < Plan::rows) {
+      bool clear = row < begin || row >= end;
+      if constexpr (core::hides_anywhere(C)) clear = clear || lse[row] == infinity;
+      if (clear) {
+        clear_row(q_tile(), Plan::panels, Plan::rows, row);
+        clear_row(dout_tile(), Plan::panels_v, Plan::rows, row);
+      }
+    }
+    publish_cleared();
+  }
+
+  // -- The softmax and its derivative
+
+  // P, of which hidden elements become zero by selection, whatever they were; and the same again,
+  // for while dv has it.
+  template <bool hides>
+  __forceinline__ void exponentiate(Fragments& weights, Fragments& kept,
+                                    const float (&scores)[score_count], int32 block) {
+    const float* lse = plan.lse_log2[q_state.stage] + own_query();
+    Sight view{};
+    if constexpr (hides) view = sight(block);
+#pragma unroll
+    for (int32 i = 0; i < score_count; i += 2) {
+      const float2 of = *reinterpret_cast<const float2*>(lse + 8 * (i / 4));
+      float low = exp2_approximate(fmaf(scores[i], params.scale_log2, -of.x));
+      float high = exp2_approximate(fmaf(scores[i + 1], params.scale_log2, -of.y));
+      if (hides && !view.sees(params, i)) low = 0.0f;
+      if (hides && !view.sees(params, i + 1)) high = 0.0f;
+      weights[i / 8][i / 2 % 4] = pack<C.dtype>(low, high);
+      kept[i / 8][i / 2 % 4] = register_copy(weights[i / 8][i / 2 % 4]);
+    }
+  }
+
+  // Which of elements 4 j .. 4 j + 3 dropout takes, a bit each. Four lanes hold four neighbouring
+  // keys, which share random words, of the same two queries, and eight keys on again: each draws
+  // the words of one query and four keys for all of them.
+  __forceinline__ uint32 dropped(const BwdScores<C>& of, const Sight& view, int32 j) const {
+    const int32 own = lane_index() / 4 % 4;
+    const core::Philox4 drawn =
+        of.words(view.query + 8 * j + own % 2, (view.key + 8 * (own / 2)) / 4);
+    uint32 bits = 0;
+#pragma unroll
+    for (int32 step = 0; step < 4; ++step) {
+      const int32 other = own ^ step;
+      const uint32 low = other % 2 == 0 ? drawn.word[0] : drawn.word[1];
+      const uint32 high = other % 2 == 0 ? drawn.word[2] : drawn.word[3];
+      const uint32 word = __shfl_xor_sync(0xffffffffu, other < 2 ? low : high, 4 * step);
+      bits |= static_cast<uint32>(word < params.dropout_threshold) << other;
+    }
+    return bits;
+  }
+
+  // The same where scores are modified. What is kept is P times the slope of the score, its sign
+  // set where dropout takes the weight.
+  __forceinline__ void exponentiate_modified(Fragments& weights, Fragments& kept,
+                                             const float (&scores)[score_count], int32 head,
+                                             int32 block) {
+    const float* lse = plan.lse_log2[q_state.stage] + own_query();
+    const Sight view = sight(block);
+    const BwdScores<C> of(params, work.sequence, head);
+#pragma unroll
+    for (int32 i = 0; i < score_count; i += 2) {
+      const float2 base = *reinterpret_cast<const float2*>(lse + 8 * (i / 4));
+      uint32 bits = 0;
+      if constexpr (C.has_dropout) bits = dropped(of, view, i / 4) >> i % 4;
+      float weight[2];
+      float slope[2];
+#pragma unroll
+      for (int32 e = 0; e < 2; ++e) {
+        const float2 x =
+            of.score(scores[i + e], view.query + 8 * (i / 4) + e, view.key + 8 * ((i / 2) % 2));
+        weight[e] = exp2_approximate(x.x - (e == 0 ? base.x : base.y));
+        if (!view.sees(params, i + e) || x.x == -infinity) weight[e] = 0.0f;
+        slope[e] = weight[e] * x.y;
+        if constexpr (C.has_dropout) {
+          weight[e] = (bits >> e & 1u) != 0 ? 0.0f : weight[e] * params.keep_scale;
+        }
+      }
+      const uint32 packed = pack<C.dtype>(weight[0], weight[1]);
+      uint32 copy = register_copy(packed);
+      if constexpr (C.has_softcap || C.has_dropout) {
+        copy = pack<C.dtype>(slope[0], slope[1]) | (bits & 1u) << 15 | (bits & 2u) << 30;
+      }
+      weights[i / 8][i / 2 % 4] = packed;
+      kept[i / 8][i / 2 % 4] = copy;
+    }
+  }
+
+  __forceinline__ void find_weights(Fragments& weights, Fragments& kept,
+                                    const float (&scores)[score_count], int32 head, int32 block,
+                                    bool hides) {
+    if constexpr (core::modifies_backward(C)) {
+      exponentiate_modified(weights, kept, scores, head, block);
+    } else if (hides) {
+      exponentiate<true>(weights, kept, scores, block);
+    } else {
+      exponentiate<false>(weights, kept, scores, block);
+    }
+  }
+
+  // dP of an element through dropout.
+  __forceinline__ float passed(float dweight, uint32 sign) const {
+    if constexpr (!C.has_dropout) return dweight;
+    return sign != 0 ? 0.0f : dweight * params.keep_scale;
+  }
+
+  // dS = P (dP - delta), of P as dv takes it, so that the scores need not stay. Zero where P is, if
+  // anything is hidden: what dP holds there is garbage.
+  template <bool hides>
+  __forceinline__ void differentiate(Fragments& dweights, const Fragments& kept,
+                                     const float (&dscores)[score_count]) {
+    const float* delta = plan.delta[dout_state.stage] + own_query();
+#pragma unroll
+    for (int32 i = 0; i < score_count; i += 2) {
+      const float2 of = *reinterpret_cast<const float2*>(delta + 8 * (i / 4));
+      const uint32 word = kept[i / 8][i / 2 % 4];
+      const float2 weight = unpack<C.dtype>(C.has_dropout ? word & 0x7fff7fffu : word);
+      float low = weight.x * (passed(dscores[i], word & 0x8000u) - of.x);
+      float high = weight.y * (passed(dscores[i + 1], word & 0x80000000u) - of.y);
+      if (hides && weight.x == 0.0f) low = 0.0f;
+      if (hides && weight.y == 0.0f) high = 0.0f;
+      dweights[i / 8][i / 2 % 4] = pack<C.dtype>(low, high);
+    }
+  }
+
+  __forceinline__ void find_dscores(Fragments& dweights, const Fragments& kept,
+                                    const float (&dscores)[score_count], bool hides) {
+    if (core::modifies_backward(C) || hides) {
+      differentiate<true>(dweights, kept, dscores);
+    } else {
+      differentiate<false>(dweights, kept, dscores);
+    }
+  }
+
+  // P^T or dS^T as it is, [key][query].
+  __forceinline__ void store_scores(SharedAddress target, const Fragments& values) {
+    const int32 lane = lane_index();
+    const int32 key =
+        (split ? 0 : 64 * warpgroup) + 16 * (warp_index() % 4) + StoreMatrixX4::row(lane);
+    const int32 first = (split ? columns * warpgroup : 0) + StoreMatrixX4::col(lane);
+#pragma unroll
+    for (int32 step = 0; step < columns / 16; ++step) {
+      store_matrix_x4(
+          target + panel_offset(Swizzle::b128, Plan::keys, key, 2 * (16 * step + first)),
+          values[step][0], values[step][1], values[step][2], values[step][3]);
+    }
+  }
+
+  __forceinline__ void publish_scores() {
+    fence_proxy_async_shared();
+    named_barrier_sync<Plan::scores_barrier, 256>();
+  }
+
+  // Hands unit j of those in `dq` to the adding thread: number 4 q + i of a thread is word i of its
+  // q-th quad.
+  template <int32 count>
+  __forceinline__ void store_dq(const float (&dq)[count], int32 j) {
+    Ring<1>& ring = plan.dq_ring[warpgroup];
+    ring.wait_free(dq_state);
+    const SharedAddress target = shared_address(plan.dq[0]) +
+                                 static_cast<uint32>(warpgroup) * Plan::unit_bytes +
+                                 static_cast<uint32>(thread()) * 16;
+#pragma unroll
+    for (int32 quad = 0; quad < 8; ++quad) {
+      const int32 i = 32 * j + 4 * quad;
+      store_shared_x4(target + quad * (128 * 16),
+                      uint4{__float_as_uint(dq[i]), __float_as_uint(dq[i + 1]),
+                            __float_as_uint(dq[i + 2]), __float_as_uint(dq[i + 3])});
+    }
+    fence_proxy_async_shared();
+    mbarrier_arrive(ring.full[0]);
+    dq_state.advance();
+  }
+
+  // -- The end: keys that exist get their gradients, zero if nobody sees them.
+
+  struct Target {
+    void* data;
+    const int64 (&stride)[4];
+    int32 columns;  // of the tensor
+    int32 first;    // column of element 0
+    float factor;
+  };
+
+  // A single number stands for no columns.
+  template <int32 count>
+  __forceinline__ void store_keys(const float (&values)[count], const Target& to,
+                                  int32 key_begin) const {
+    const BwdSequence& s = work.sequence;
+    const int64 base = s.batch_k * to.stride[0] + work.head_kv * to.stride[2];
+    const int32 column = to.first + WgmmaAccumulator::col(thread(), 0);
+#pragma unroll
+    for (int32 half = 0; half < 2; ++half) {
+      const int32 key = key_begin + own_key() + 8 * half;
+      if (key >= s.capacity_k) continue;
+      const int64 row = base + (static_cast<int64>(s.row_k) + key) * to.stride[1];
+#pragma unroll
+      for (int32 i = 0; i < count / 4; ++i) {
+        if (column + 8 * i >= to.columns) continue;
+        const bool is_pair = column + 8 * i + 1 < to.columns;
+        const float low = values[4 * i + 2 * half] * to.factor;
+        const float high = values[4 * i + 2 * half + 1] * to.factor;
+        const int64 at = row + (column + 8 * i) * to.stride[3];
+        if constexpr (C.wide) {
+          static_cast<float*>(to.data)[at] = low;
+          if (is_pair) static_cast<float*>(to.data)[at + to.stride[3]] = high;
+        } else {
+          const uint32 both = pack<C.dtype>(low, high);
+          auto* const target = static_cast<uint16*>(to.data) + at;
+          if (params.paired) {
+            *reinterpret_cast<uint32*>(target) = both;
+          } else {
+            target[0] = static_cast<uint16>(both);
+            if (is_pair) target[to.stride[3]] = static_cast<uint16>(both >> 16);
+          }
+        }
+      }
+    }
+  }
+
+  // The gradients of the block's keys, of which this warpgroup has the columns from `first` on.
+  template <int32 dk_count, int32 dv_count>
+  __forceinline__ void store_gradients(const float (&dk)[dk_count], int32 dk_first,
+                                       const float (&dv)[dv_count], int32 dv_first) const {
+    const Target dk_to{params.dk, params.dk_stride, params.head_dim, dk_first, params.scale};
+    const Target dv_to{params.dv, params.dv_stride, params.head_dim_v, dv_first, 1.0f};
+    // One round, but for keys behind the last sequence.
+    for (int32 key = work.key_begin; key < work.sequence.capacity_k;
+         key += params.key_blocks * Plan::keys) {
+      store_keys(dk, dk_to, key);
+      store_keys(dv, dv_to, key);
+    }
+  }
+};
+
+}  // namespace fovea::device

@@ -1,0 +1,108 @@
+// The one case list through the backward pass on a GPU. FOVEA_TEST_DEVICE=cuda runs every case on a
+// GPU. Otherwise a sample runs on the emulated Hopper chip with its checks on, in two orders of
+// asynchronous work: gradients must match the oracle in both, and agree to the bit where they are
+// asked to be deterministic. FOVEA_TEST_SEED takes another sample, FOVEA_TEST_SAMPLE a larger one.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "runtime/devices.h"
+#include "tests/backward_call.h"
+#include "tests/cases.h"
+#include "tests/tolerance.h"
+
+namespace fovea::test {
+namespace {
+
+bool on_cuda() { return test_device() == Device::cuda; }
+
+Device gpu_device() { return on_cuda() ? Device::cuda : Device::emulated_sm90a; }
+
+// Rows x keys, padded to tiles: what the emulator's time goes with.
+Index cost(const CaseSpec& s) {
+  const auto padded = [](Index n, Index tile) { return (n + tile - 1) / tile * tile; };
+  return s.batch * s.hq * padded(s.sq, 128) * padded(s.sk, 128);
+}
+
+std::uint64_t from_environment(const char* name, std::uint64_t otherwise) {
+  const char* text = std::getenv(name);
+  return text != nullptr ? std::strtoull(text, nullptr, 10) : otherwise;
+}
+
+// Of the case list, what the kernels take by their documentation.
+bool is_documented(const CaseSpec& s) {
+  const bool same = !s.out_dtype || *s.out_dtype == s.dtype;
+  return s.dtype != DType::f32 && same && s.d <= 256 && s.dv <= 256 && !is_paged(s);
+}
+
+std::vector<CaseSpec> selected() {
+  std::vector<CaseSpec> able;
+  for (const CaseSpec& spec : all_cases()) {
+    if (is_documented(spec)) able.push_back(spec);
+  }
+  if (on_cuda()) return able;
+  // Each case is some kernels of its own to compile, a few seconds; the sample bounds the whole.
+  const std::uint64_t sample = from_environment("FOVEA_TEST_SAMPLE", 6);
+  Random random(from_environment("FOVEA_TEST_SEED", 1));
+  std::vector<CaseSpec> chosen;
+  while (chosen.size() < sample && !able.empty()) {
+    const auto at = able.begin() + random.below(static_cast<Index>(able.size()));
+    if (cost(*at) <= 6 * 128 * 256) chosen.push_back(*at);
+    able.erase(at);
+  }
+  return chosen;
+}
+
+void emulate(runtime::EmulationOptions::Order order, std::uint64_t seed) {
+  runtime::set_emulation({.order = order, .seed = seed, .checks = true});
+}
+
+class GpuBackwardCases : public ::testing::TestWithParam<CaseSpec> {};
+
+TEST_P(GpuBackwardCases, MatchesTheOracle) {
+  using Order = runtime::EmulationOptions::Order;
+  const CaseSpec& spec = GetParam();
+  SCOPED_TRACE(describe(spec));
+  // Every other case has a gradient of lse, every third one is deterministic, or wide.
+  const std::size_t mark = std::hash<std::string>()(spec.name);
+  BackwardCall backward(spec, {.dlse = mark % 2 == 0, .wide = mark % 3 == 0});
+  backward.call.device = Device::cpu;
+  backward.device = gpu_device();
+  backward.call.problem.deterministic = mark % 3 == 1;
+  backward.call.poison_unseen();
+  emulate(Order::lazy, 0);
+  backward.run();
+  backward.expect_memory_respected();
+  backward.expect_matches_oracle();
+  const std::vector<std::byte> bytes = backward.bytes();
+  emulate(Order::random, spec.name.size());
+  backward.run_backward();
+  backward.expect_matches_oracle();
+  if (backward.call.problem.deterministic) {
+    EXPECT_TRUE(same_bits(backward.bytes(), bytes)) << "gradients of a second run";
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Some, GpuBackwardCases, ::testing::ValuesIn(selected()),
+                         [](const auto& instance) { return instance.param.name; });
+
+// plan_backward() takes every case but those that the documentation excepts, and says why not.
+TEST(GpuBackwardRefusals, AreTheDocumentedOnes) {
+  if (on_cuda()) GTEST_SKIP() << "plans for the emulated chip";
+  for (const CaseSpec& spec : all_cases()) {
+    if (is_documented(spec)) continue;
+    SCOPED_TRACE(describe(spec));
+    BackwardCall backward(spec);
+    backward.call.device = Device::cpu;
+    Options options;
+    options.device = gpu_device();
+    EXPECT_THROW(
+        static_cast<void>(plan_backward(backward.call.problem, backward.gradients, options)),
+        Unsupported);
+  }
+}
+
+}  // namespace
+}  // namespace fovea::test
