@@ -117,7 +117,8 @@ void copy_strides(int64 (&to)[count], const View& from) {
 bool in_words(const View& view, int32 columns, int count) {
   const bool even_steps =
       view.stride[0] % count == 0 && view.stride[1] % count == 0 && view.stride[2] % count == 0;
-  const auto bytes = static_cast<DeviceAddress>(count * core::size_bytes(view.dtype));
+  const auto bytes =
+      static_cast<DeviceAddress>(count) * static_cast<DeviceAddress>(core::size_bytes(view.dtype));
   return even_steps && view.stride[3] == 1 && columns % count == 0 &&
          reinterpret_cast<DeviceAddress>(view.data) % bytes == 0;
 }
