@@ -55,6 +55,10 @@ class Builder {
   const Register& reg(const Operand& operand) const;
   u32 label(const Operand& operand) const { return operand.index; }
   std::string_view target() const;  // of the module: sm_90a
+  // Refuses the instruction unless the module's target begins with `chips`: "sm_90a", "sm_10".
+  void only_for(std::string_view chips) const;
+  // All tcgen05 instructions of a kernel that name a .cta_group name the same one.
+  void agree_on_cta_group();
   u32 call_target(const Operand& operand);
   void add_table(const Operand& targets);
   const Variable& variable(const Operand& operand) const;

@@ -247,6 +247,14 @@ void check_registers_after(Warp& warp, const Inst& inst) {
   }
 }
 
+void check_define(Warp& warp, const OperandRef& operand, u32 written, u32 defined) {
+  if (operand.vreg < 0) return;
+  const auto v = static_cast<std::size_t>(operand.vreg);
+  u32& lanes = warp.check.defined[v];
+  lanes = (lanes & ~written) | (defined & written);
+  warp.check.written[v] = warp.sequence;
+}
+
 void check_mark_flight(Warp& warp, const OperandRef& operand, u32 flight) {
   if (operand.vreg < 0) return;
   u32& state = warp.check.in_flight[static_cast<std::size_t>(operand.vreg)];

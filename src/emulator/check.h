@@ -169,6 +169,8 @@ AccessView view_of(Warp& warp, const Inst& inst, int lane);
 // Registers
 void check_registers_before(Warp& warp, const Inst& inst);
 void check_registers_after(Warp& warp, const Inst& inst);
+// Of the `written` lanes of a register, those of `defined` hold a value.
+void check_define(Warp& warp, const OperandRef& operand, u32 written, u32 defined);
 void check_mark_flight(Warp& warp, const OperandRef& operand, u32 flight);
 void check_land_flight(Warp& warp, u32 flight);
 

@@ -346,6 +346,9 @@ Step run_remote_store(Warp& warp, const Inst& inst) {
 }
 
 // ---- clusterlaunchcontrol: takes over a cluster that has not started
+//
+// A cluster that has seen a request fail may not make another (PTX ISA, try_cancel), and what
+// get_first_ctaid says of a failed request is undefined.
 
 class CancelOp : public AsyncOp {
  public:
@@ -381,6 +384,18 @@ class CancelOp : public AsyncOp {
 Step run_try_cancel(Warp& warp, const Inst& inst) {
   const OperandRef* o = warp.operands(inst);
   for_lanes(warp.active, [&](int lane) {
+    if (warp.cluster->cancel_failed) {
+      warp.fault(
+          FaultKind::bad_argument, inst, lane,
+          "a cluster asks for another launch to cancel after it has seen that none is left.");
+    }
+    if (warp.address(o[0], lane) % 16 != 0) {
+      warp.fault(FaultKind::misaligned, inst, lane,
+                 "the answer of a launch control request goes to a multiple of 16 bytes, not to " +
+                     hex(warp.address(o[0], lane)) + ".");
+      warp.launch->stopped = true;
+      return;
+    }
     auto op = std::make_unique<CancelOp>();
     op->to = static_cast<u32>(warp.address(o[0], lane));
     op->barrier = static_cast<u32>(warp.address(o[1], lane));
@@ -397,17 +412,22 @@ Step run_query_cancel(Warp& warp, const Inst& inst) {
   u32 yes = 0;
   for_lanes(warp.active, [&](int lane) {
     if (answer[4 * lane + 3] == 1) yes |= 1u << lane;
-    if (inst.mode == 0) return;
-    const u32 first = inst.mode == 4 ? 0 : inst.mode - 1u;
-    for (u32 i = 0; i < inst.outputs && i < 3; ++i) {
-      if (o[i].kind != OperandRef::Kind::none) {
-        warp.set(o[i], lane, answer[4 * lane + static_cast<int>(first + i)]);
-      }
-    }
   });
   if (inst.mode == 0) {
+    warp.cluster->cancel_failed = warp.cluster->cancel_failed || yes != warp.active;
     u32& p = warp.predicates[static_cast<u32>(o[0].slot)];
     p = (p & ~warp.active) | yes;
+    return Step::next;
+  }
+  const u32 first = inst.mode == 4 ? 0 : inst.mode - 1u;
+  for (u32 i = 0; i < inst.outputs; ++i) {
+    if (o[i].kind == OperandRef::Kind::none) continue;
+    for_lanes(warp.active, [&](int lane) {
+      // The fourth word of a vector is unused, and zero.
+      const u32 value = i < 3 ? answer[4 * lane + static_cast<int>(first + i)] : 0;
+      warp.set(o[i], lane, value);
+    });
+    if (warp.launch->checks) check_define(warp, o[i], warp.active, yes);
   }
   return Step::next;
 }
@@ -610,6 +630,8 @@ void build_copy(Builder& b) {
 
 void build_launch_control(Builder& b) {
   Inst& inst = b.inst;
+  b.only_for("sm_10");
+  b.expect_count(2, 2);
   if (b.has("try_cancel")) {
     b.address(b.operand(0), Space::shared);
     b.address(b.operand(1), Space::shared);
@@ -623,6 +645,7 @@ void build_launch_control(Builder& b) {
   inst.mode = static_cast<u8>(kind);
   b.output_list(b.operand(0), kind == 0 ? Type::pred : Type::b32);
   b.input(b.operand(1), Type::b128);
+  inst.late = kind != 0;  // which lanes are defined is the handler's to say
   inst.run = run_query_cancel;
 }
 

@@ -121,6 +121,15 @@ class ProgramBuilder {
     return it->second;
   }
 
+  // 0, or the line that asked for another group before.
+  int cta_group(int group, int line) {
+    if (cta_group_ == 0) {
+      cta_group_ = group;
+      cta_group_line_ = line;
+    }
+    return cta_group_ == group ? 0 : cta_group_line_;
+  }
+
   u32 call(const Function* function) {
     if (std::find(order_.begin(), order_.end(), function) == order_.end()) {
       order_.push_back(function);
@@ -307,6 +316,8 @@ class ProgramBuilder {
   std::vector<Region> regions_;
   u32 special_bytes_ = 0;
   u32 register_base_ = 0;
+  int cta_group_ = 0;  // of tcgen05, 0 while none is named
+  int cta_group_line_ = 0;
 };
 
 Builder::Builder(ProgramBuilder& owner, const Function& function, const Instruction& instruction,
@@ -582,6 +593,26 @@ void Builder::lane(std::string_view name) {
 bool Builder::is_entry_parameter(const Operand& operand) const {
   return in_entry() && operand.kind == Operand::Kind::variable &&
          static_cast<Scope>(operand.index >> 24) == Scope::parameters;
+}
+
+void Builder::only_for(std::string_view chips) const {
+  if (target().starts_with(chips)) return;
+  fail(std::string(text.mnemonic) + " is an instruction of " + std::string(chips) + ", not of " +
+       std::string(target()) + ".");
+}
+
+void Builder::agree_on_cta_group() {
+  const int group = which({"cta_group::1", "cta_group::2"}) + 1;
+  if (group == 0) {
+    if (which({"alloc", "dealloc", "relinquish_alloc_permit", "mma", "cp", "commit"}) >= 0) {
+      fail("this tcgen05 instruction needs .cta_group::1 or .cta_group::2.");
+    }
+    return;
+  }
+  const int other = owner_.cta_group(group, text.line);
+  if (other != 0) {
+    fail("a kernel uses one .cta_group; line " + std::to_string(other) + " has the other.");
+  }
 }
 
 std::string_view Builder::target() const { return owner_.module().target; }

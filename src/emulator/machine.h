@@ -178,12 +178,24 @@ struct NamedBarrier {
   Clock arriving, done;
 };
 
+// What a warp asks of tensor memory together with a warp of the peer CTA.
+struct TensorRequest {
+  enum class Kind : u8 { allocate, free, relinquish };
+  Kind kind = Kind::allocate;
+  bool done = false;
+  Warp* warp = nullptr;  // null: nobody asks
+  const Inst* inst = nullptr;
+  u32 columns = 0;
+  u32 address = 0;  // free: of what; allocate: the answer
+};
+
 // What the tensor unit of a CTA holds.
 struct TensorMemory {
   std::vector<u32> cells;                        // [column][lane]
   std::vector<i32> owner;                        // per column: allocation number or -1
   std::vector<std::pair<u32, u32>> allocations;  // first column, columns; columns 0 when freed
   bool may_allocate = true;
+  TensorRequest request;  // of cta_group::2
 };
 
 class AsyncOp;
@@ -226,7 +238,6 @@ struct Cta {
   u32 live_warps = 0;
   u32 free_registers = 0;
   bool pool_started = false;
-  bool launch_cancelled = false;
 };
 
 // Something that completes later. Runs as its own agent.
@@ -261,6 +272,7 @@ struct Cluster {
   ClusterCheck check;
   std::mt19937_64 random;
   bool finished = false;
+  bool cancel_failed = false;  // it has seen that no launch is left to cancel
   bool failing_waits = false;  // try_wait may answer false: nothing else can make progress
   u32 failed_waits = 0;
   u64 idle_rounds = 0;

@@ -1,4 +1,4 @@
-// tcgen05: allocation of tensor memory, loads and stores between it and registers, waits, fences.
+// tcgen05: loads and stores between tensor memory and registers, waits, fences.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -10,92 +10,6 @@
 
 namespace fovea::emulator {
 namespace {
-
-bool whole_warp(Warp& warp, const Inst& inst) {
-  if (warp.active == ~0u) return true;
-  warp.fault(FaultKind::divergent, inst, -1,
-             "an aligned tcgen05 instruction is executed by lanes " + hex(warp.active) + " only.");
-  return false;
-}
-
-// ---- allocation
-
-bool valid_columns(Warp& warp, const Inst& inst, u32 columns) {
-  if (columns >= 32 && columns <= 512 && std::has_single_bit(columns)) return true;
-  warp.fault(
-      FaultKind::tensor_memory, inst, -1,
-      std::to_string(columns) + " columns cannot be allocated; a power of two from 32 to 512 can.");
-  warp.launch->stopped = true;
-  return false;
-}
-
-i64 find_free(const TensorMemory& memory, u32 columns) {
-  const u32 total = static_cast<u32>(memory.owner.size());
-  for (u32 first = 0; first + columns <= total; first += 32) {
-    bool is_free = true;
-    for (u32 c = first; c < first + columns && is_free; ++c) is_free = memory.owner[c] < 0;
-    if (is_free) return first;
-  }
-  return -1;
-}
-
-Step run_alloc(Warp& warp, const Inst& inst) {
-  if (!whole_warp(warp, inst)) return Step::next;
-  const OperandRef* o = warp.operands(inst);
-  const u32 columns = warp.value32(o[1], 0);
-  if (!valid_columns(warp, inst, columns)) return Step::next;
-  TensorMemory& memory = warp.cta->tensor;
-  if (!memory.may_allocate) {
-    warp.fault(FaultKind::tensor_memory, inst, -1,
-               "tensor memory is allocated after the permit was relinquished.");
-  }
-  const i64 first = find_free(memory, columns);
-  if (first < 0) return Step::blocked;
-  const Place place = resolve(warp, inst, inst.space, warp.address(o[0], 0), 4, 0, true);
-  if (place.data == nullptr) return Step::next;
-  const i32 number = static_cast<i32>(memory.allocations.size());
-  memory.allocations.emplace_back(static_cast<u32>(first), columns);
-  for (u32 c = 0; c < columns; ++c) memory.owner[static_cast<std::size_t>(first) + c] = number;
-  const u32 address = static_cast<u32>(first);
-  std::memcpy(place.data, &address, 4);
-  if (warp.launch->checks) {
-    check_shared(view_of(warp, inst, 0), *place.cta, place.offset, 4, Access::write);
-    auto& cells = warp.cluster->check.tensor[warp.cta->rank];
-    std::fill_n(cells.begin() + first * 8, columns * 8, Cell{});
-  }
-  warp.cluster->changed();
-  return Step::next;
-}
-
-Step run_dealloc(Warp& warp, const Inst& inst) {
-  if (!whole_warp(warp, inst)) return Step::next;
-  const OperandRef* o = warp.operands(inst);
-  const u32 address = warp.value32(o[0], 0), columns = warp.value32(o[1], 0);
-  TensorMemory& memory = warp.cta->tensor;
-  for (auto& [first, count] : memory.allocations) {
-    if (count != columns || first != tensor_column(address)) continue;
-    if (warp.launch->checks) {
-      // Whoever still uses the columns races with the deallocation.
-      check_tensor(view_of(warp, inst, -1), *warp.cta, first, count, 0, kTensorLanes, Access::write,
-                   kOrderedByBarriers);
-    }
-    for (u32 c = first; c < first + count; ++c) memory.owner[c] = -1;
-    count = 0;
-    warp.cluster->changed();
-    return Step::next;
-  }
-  warp.fault(
-      FaultKind::tensor_memory, inst, -1,
-      "no allocation of " + std::to_string(columns) + " columns begins at " + hex(address) + ".");
-  return Step::next;
-}
-
-Step run_relinquish(Warp& warp, const Inst& inst) {
-  if (whole_warp(warp, inst)) warp.cta->tensor.may_allocate = false;
-  return Step::next;
-}
-
-// ---- ld and st
 
 enum ShapeKind : u8 { shape_32x32b, shape_16x64b, shape_16x128b, shape_16x256b, shape_16x32bx2 };
 
@@ -310,10 +224,7 @@ Step run_tensor_fence(Warp& warp, const Inst& inst) {
 // The modifiers of ld.red.
 void build_reduction(Builder& b, int repeat) {
   Inst& inst = b.inst;
-  if (!b.target().starts_with("sm_103")) {
-    b.fail("tcgen05.ld.red is an instruction of sm_103a and sm_103f, not of " +
-           std::string(b.target()) + ".");
-  }
+  b.only_for("sm_103");
   if (inst.mode != shape_32x32b && inst.mode != shape_16x32bx2) {
     b.fail("tcgen05.ld.red takes the shapes .32x32b and .16x32bx2.");
   }
@@ -396,19 +307,10 @@ bool tensor_range_ok(const AsyncOp& op, Cta& cta, u32 column, u32 columns) {
 void build_tcgen05(Builder& b) {
   Inst& inst = b.inst;
   inst.aligned = b.has("aligned");
-  if (b.has("alloc")) {
-    b.expect_count(2, 2);
-    inst.space = b.space();
-    b.address(b.operand(0), inst.space);
-    b.input(b.operand(1), Type::b32);
-    inst.run = run_alloc;
-  } else if (b.has("dealloc")) {
-    b.expect_count(2, 2);
-    b.input(b.operand(0), Type::b32);
-    b.input(b.operand(1), Type::b32);
-    inst.run = run_dealloc;
-  } else if (b.has("relinquish_alloc_permit")) {
-    inst.run = run_relinquish;
+  b.only_for("sm_10");
+  b.agree_on_cta_group();
+  if (b.which({"alloc", "dealloc", "relinquish_alloc_permit"}) >= 0) {
+    build_tensor_allocation(b);
   } else if (b.has("ld") || b.has("st")) {
     build_transfer(b, b.has("st"));
   } else if (b.has("wait::ld") || b.has("wait::st")) {

@@ -37,6 +37,19 @@ class PipeOp : public AsyncOp {
   }
 
  protected:
+  // Reports a fault when a CTA of the pair has ended: its memories are gone.
+  bool both_active() const {
+    for (const Cta* half : {static_cast<const Cta*>(cta), static_cast<const Cta*>(peer_of(*cta))}) {
+      if (half->live_warps != 0) continue;
+      cta->cluster->launch->fault(FaultKind::out_of_bounds, cta, static_cast<int>(warp->index),
+                                  lane, inst, name(),
+                                  "CTA " + std::to_string(half->rank) +
+                                      " of the pair has ended before this operation was done.");
+      return false;
+    }
+    return true;
+  }
+
   // Where the schedule promises the order of issue, everything this warp issued before is done.
   void follow(const Cluster& cluster) {
     if (!cluster.launch->checks || !cluster.launch->schedule.in_order_tensor) return;
@@ -127,13 +140,8 @@ class MmaOp : public PipeOp {
     const u32 first = pair ? cta->rank & ~1u : cta->rank, ctas = pair ? 2 : 1;
     const u32 n_each = shape.n / ctas;
     b_.resize(std::size_t{shape.n} * shape.k);
+    if (pair && !both_active()) return true;
     for (u32 i = 0; i < ctas; ++i) {
-      if (first + i >= cluster.ctas.size()) {
-        cluster.launch->fault(FaultKind::bad_argument, cta, static_cast<int>(warp->index), lane,
-                              inst, name(), "cta_group::2 needs a cluster with the CTA's pair.");
-        cluster.launch->stopped = true;
-        return true;
-      }
       if (!load_operand(*this, view(), *cluster.ctas[first + i], blackwell_descriptor(b),
                         shape.b_mn, shape.b, n_each, shape.k,
                         b_.data() + std::size_t{i} * n_each * shape.k)) {
@@ -287,6 +295,13 @@ u32 chain_of(const Warp& warp, const MmaOp& op, MmaKind kind) {
   return static_cast<u32>(hash >> 32) | 1u;
 }
 
+bool has_peer(Warp& warp, const Inst& inst) {
+  if ((inst.flags & flag_pair_of_ctas) == 0 || peer_of(*warp.cta) != nullptr) return true;
+  warp.fault(FaultKind::bad_argument, inst, -1, kNoPeer);
+  warp.launch->stopped = true;
+  return false;
+}
+
 bool one_lane(Warp& warp, const Inst& inst) {
   if (std::popcount(warp.active) == 1) return true;
   warp.fault(FaultKind::divergent, inst, -1,
@@ -296,6 +311,7 @@ bool one_lane(Warp& warp, const Inst& inst) {
 
 // operands: d, a, b, descriptor, enable-input-d
 Step run_tensor_mma(Warp& warp, const Inst& inst) {
+  if (!has_peer(warp, inst)) return Step::next;
   one_lane(warp, inst);
   const int lane = warp.first_lane();
   const OperandRef* o = warp.operands(inst);
@@ -341,7 +357,8 @@ class CopyToTensorOp : public PipeOp {
 
   bool execute(Cluster& cluster) override {
     const u32 first = pair ? cta->rank & ~1u : cta->rank, ctas = pair ? 2 : 1;
-    for (u32 i = 0; i < ctas && first + i < cluster.ctas.size(); ++i) {
+    if (pair && !both_active()) return true;
+    for (u32 i = 0; i < ctas; ++i) {
       if (!copy(cluster, *cluster.ctas[first + i])) return true;
     }
     done(cluster);
@@ -397,6 +414,7 @@ class CopyToTensorOp : public PipeOp {
 };
 
 Step run_tensor_cp(Warp& warp, const Inst& inst) {
+  if (!has_peer(warp, inst)) return Step::next;
   one_lane(warp, inst);
   const int lane = warp.first_lane();
   const OperandRef* o = warp.operands(inst);
@@ -442,6 +460,7 @@ class CommitOp : public PipeOp {
 };
 
 Step run_tensor_commit(Warp& warp, const Inst& inst) {
+  if (!has_peer(warp, inst)) return Step::next;
   one_lane(warp, inst);
   const int lane = warp.first_lane();
   const OperandRef* o = warp.operands(inst);
@@ -502,7 +521,7 @@ void build_tensor_commit(Builder& b) {
   Inst& inst = b.inst;
   const bool multicast = b.has("multicast::cluster");
   b.expect_count(multicast ? 2 : 1, multicast ? 2 : 1);
-  inst.flags = multicast ? flag_multicast : 0u;
+  inst.flags = (multicast ? flag_multicast : 0u) | (b.has("cta_group::2") ? flag_pair_of_ctas : 0u);
   b.address(b.operand(0), Space::shared_cluster);
   if (multicast) b.input(b.operand(1), Type::b16);
   inst.run = run_tensor_commit;

@@ -464,6 +464,7 @@ void build_mma_async(Builder& b) {
 
 void build_wgmma(Builder& b) {
   Inst& inst = b.inst;
+  b.only_for("sm_90a");
   inst.aligned = true;
   if (b.has("mma_async")) {
     build_mma_async(b);

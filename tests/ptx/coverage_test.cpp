@@ -51,8 +51,6 @@ const std::map<std::string, std::string> untested = {
      "min "
      "max inc dec and or xor noftz cp_mask s32 u64 s64 f16 bf16 f32 f64 b32"},
     {"tensormap", "*"},
-    {"clusterlaunchcontrol",
-     "multicast::cluster::all get_first_ctaid::y get_first_ctaid::z get_first_ctaid v4"},
     {"mma", "m16n8k4 m16n8k8 m16n8k32 kind::f8f6f4 bf16 tf32 e4m3 e5m2 s8 u8 s32"},
     {"tcgen05", "collector::a::use"},
 };

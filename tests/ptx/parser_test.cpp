@@ -57,7 +57,7 @@ TEST(Parser, NamesTheLineOfWhatItDoesNotKnow) {
 TEST(Parser, NamesWhatTensorMemoryDoesNotTake) {
   const std::tuple<const char*, const char*, const char*> cases[] = {
       {"sm_100a", "tcgen05.ld.red.sync.aligned.32x32b.x2.max.f32 {%r1, %r2}, %r3, [%r4];",
-       "of sm_103a and sm_103f, not of sm_100a"},
+       "of sm_103, not of sm_100a"},
       {"sm_103a", "tcgen05.ld.red.sync.aligned.32x32b.x1.max.f32 {%r1}, %r3, [%r4];", ".x2"},
       {"sm_103a", "tcgen05.ld.red.sync.aligned.16x64b.x2.max.f32 {%r1, %r2}, %r3, [%r4];",
        ".16x32bx2"},
@@ -68,6 +68,13 @@ TEST(Parser, NamesWhatTensorMemoryDoesNotTake) {
       {"sm_103a", "tcgen05.ld.red.sync.aligned.32x32b.x2.f32 {%r1, %r2}, %r3, [%r4];",
        ".min or .max"},
       {"sm_103a", "tcgen05.ld.sync.aligned.32x32b.x2.max.b32 {%r1, %r2}, [%r4];", "without .red"},
+      {"sm_90a", "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;", "of sm_10,"},
+      {"sm_100a", "wgmma.fence.sync.aligned;", "of sm_90a, not of sm_100a"},
+      {"sm_100a", "tcgen05.relinquish_alloc_permit.sync.aligned;", "needs .cta_group::1 or"},
+      {"sm_100a",
+       "tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned; "
+       "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r1, 32;",
+       "line 8 has the other"},
   };
   for (const auto& [target, body, part] : cases) {
     std::string sentence;
