@@ -171,7 +171,7 @@ BenchCommand::BenchCommand(CLI::App* app) : Command(app) {
   app->add_flag("--sweep", sweep_, "On a GPU: every legal configuration, beside the model's time")
       ->disable_flag_override();
   app->add_flag("--ablate", ablate_,
-                "On a GPU: each switch of the schedule off in turn, and every softmax policy")
+                "On a GPU: each switch of the schedule turned over, and every softmax policy")
       ->disable_flag_override();
   add_problem_options(*app, options_);
 }

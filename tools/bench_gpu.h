@@ -16,7 +16,7 @@ struct BenchCase {
 enum class GpuBench : std::uint8_t {
   choice,  // what a plan takes
   sweep,   // every configuration that the chip has room for, beside the model's time
-  ablate   // each switch of the schedule off in turn, and every softmax policy
+  ablate   // each switch of the schedule turned over, and every softmax policy
 };
 
 // Prints tables unless quiet, and gives the same as JSON. `repeat` launches with a pause before

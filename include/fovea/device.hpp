@@ -81,7 +81,7 @@ struct Configuration {
 [[nodiscard]] std::string explain(const Problem& problem, const Options& options,
                                   std::string_view chip);
 
-// The configuration a plan for a GPU takes, and each of its schedule's switches off in turn.
+// The configuration a plan for a GPU takes, and each of its schedule's switches turned over.
 [[nodiscard]] std::vector<std::string> ablations(const Problem& problem, const Options& options,
                                                  std::string_view chip);
 

@@ -59,6 +59,8 @@ struct FwdConfig {
   bool persistent = true;  // CTAs take tile after tile
   bool ping_pong = true;   // warpgroups take turns at issuing products
   bool overlap = true;     // scores of a tile and weights x values of the one before in flight
+  int32 q_stages = 1;      // of the ring of q tiles; 2: the next tile's come under this one's work
+  int32 cluster = 1;       // CTAs that take neighbouring rows and share k and v by multicast: 1, 2
   int32 promote = 0;       // fp8: key tiles summed by the tensor cores alone (core/fp8.h); 0: all
   bool trace = false;      // one CTA writes a timeline
   bool operator==(const FwdConfig&) const = default;
@@ -85,6 +87,8 @@ constexpr int32 rows_of(const FwdConfig& c) { return 64 * c.warpgroups; }
 constexpr int32 query_box_rows(const FwdConfig& c) { return rows_of(c); }
 constexpr int32 out_box_rows(const FwdConfig&) { return 16; }
 constexpr int32 threads_of(const FwdConfig& c) { return 128 * (c.warpgroups + 1); }
+constexpr int32 ctas_of(const FwdConfig& c) { return c.cluster; }  // that share keys
+constexpr int32 key_rows_of(const FwdConfig& c) { return c.tile_k / c.cluster; }
 
 // Dynamic shared memory: q, the rings of k and v, out where it is apart, barriers.
 constexpr int32 shared_bytes(const FwdConfig& c) {
@@ -92,7 +96,7 @@ constexpr int32 shared_bytes(const FwdConfig& c) {
   const int32 q = rows_of(c) * panels(c.head_dim) * row_bytes;
   const int32 step = c.tile_k * (panels(c.head_dim) + panels(c.head_dim_v)) * row_bytes;
   const int32 out = c.out_apart ? rows_of(c) * panels(c.head_dim_v) * row_bytes : 1024;
-  return q + c.stages * step + out + 1024;
+  return c.q_stages * q + c.stages * step + out + 1024;
 }
 
 inline constexpr int32 shared_limit_bytes = 232448;  // of a CTA on compute capability 9.0
@@ -119,7 +123,8 @@ struct Rows {
 };
 
 // The parameter of the forward kernels. Boxes of the maps, all with the 128-byte swizzle and
-// dimensions (head_dim, row, head, batch): q {64, rows_of}, k and v {64, tile_k}, out {64, 16}.
+// dimensions (head_dim, row, head, batch): q {64, rows_of}, k and v {64, tile_k / cluster}, out
+// {64, 16}.
 // Pages are the batch of k and v, in boxes {64, page_box}. Packed q has dimensions (head_dim, head
 // of the group, row, key/value head, batch) and boxes {64, group_size, queries_per_tile}.
 struct FwdParams {

@@ -54,6 +54,8 @@ constexpr bool rows_differ(const Fwd100Config& c) {
 }
 constexpr DType stored_dtype(const Fwd100Config& c) { return c.split ? DType::f32 : c.out_dtype; }
 constexpr int32 rows_of(const Fwd100Config& c) { return query_tile_rows * c.query_tiles; }
+constexpr int32 ctas_of(const Fwd100Config&) { return 1; }
+constexpr int32 key_rows_of(const Fwd100Config& c) { return c.tile_k; }
 constexpr int32 query_box_rows(const Fwd100Config&) { return query_tile_rows; }
 constexpr int32 out_box_rows(const Fwd100Config&) { return query_tile_rows; }
 // A warpgroup of softmax for each query tile, one for corrections, and one of single warps.

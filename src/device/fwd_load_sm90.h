@@ -20,7 +20,7 @@ struct Load {
   Plan& plan;
   const FwdParams& params;
   RingState<C.stages> k_state, v_state;
-  RingState<1> q_state;
+  RingState<C.q_stages> q_state;
   RingState<2> tile_state;
 
   // One thread acts for all. Pages are looked up and copied by a lane each.
@@ -41,15 +41,17 @@ struct Load {
           q_state, C.packed ? packed_rows * Plan::panels_qk * Plan::row_bytes : Plan::q_bytes);
 #pragma unroll
       for (int32 panel = 0; panel < Plan::panels_qk; ++panel) {
-        const SharedAddress target = shared_address(plan.q) + panel * Plan::rows * Plan::row_bytes;
+        const SharedAddress target = shared_address(plan.q[0]) +
+                                     static_cast<uint32>(q_state.stage) * Plan::q_bytes +
+                                     panel * Plan::rows * Plan::row_bytes;
         const int32 column = panel * core::panel_columns;
         const int32 row = tile.row_q + tile.q_begin;
         if constexpr (C.packed) {
-          tma_load(target, &params.q, plan.q_ring.full[0],
+          tma_load(target, &params.q, plan.q_ring.full[q_state.stage],
                    {column, 0, row, tile.head_kv, tile.batch_q}, once);
         } else {
-          tma_load(target, &params.q, plan.q_ring.full[0], {column, row, tile.head, tile.batch_q},
-                   once);
+          tma_load(target, &params.q, plan.q_ring.full[q_state.stage],
+                   {column, row, tile.head, tile.batch_q}, once);
         }
       }
     }
@@ -62,7 +64,11 @@ struct Load {
                                  const FwdTile& tile, int32 block) {
     constexpr uint32 panel_bytes = C.tile_k * Plan::row_bytes;
     mark(TracePhase::free);
-    ring.wait_free(state);
+    if constexpr (C.cluster > 1) {
+      mbarrier_wait_cluster(ring.free[state.stage], state.parity ^ 1u);
+    } else {
+      ring.wait_free(state);
+    }
     mark(TracePhase::copy);
     if (leads()) ring.expect(state, panel_count * panel_bytes);
     const CachePolicy again = cache_policy_evict_last();
@@ -86,6 +92,20 @@ struct Load {
           tma_load(target + offset, map, ring.full[state.stage],
                    {panel * core::panel_columns, row, tile.head_kv, batch}, again);
         }
+      }
+    } else if constexpr (C.cluster > 1) {
+      // This CTA's share of the rows, to all of them. A peer's bytes may land before its own
+      // producer expects them: its barrier stays in the phase until that has arrived.
+      constexpr int32 share = C.tile_k / C.cluster;
+      const auto first = static_cast<int32>(cluster_rank()) * share;
+#pragma unroll
+      for (int32 panel = 0; panel < panel_count; ++panel) {
+        tma_load_multicast(
+            target + panel * panel_bytes + static_cast<uint32>(first) * Plan::row_bytes, map,
+            ring.full[state.stage],
+            {panel * core::panel_columns, tile.row_k + block * C.tile_k + first, tile.head_kv,
+             tile.batch_k},
+            (1 << C.cluster) - 1, again);
       }
     } else {
 #pragma unroll
@@ -124,9 +144,12 @@ struct Load {
   }
 
   // Tiles as they come: the first by place, further ones from a counter that all CTAs share, or,
-  // without one, in rounds. The counter's answer is awaited under the loads of the tile before.
+  // without one and in clusters, in rounds. The counter's answer is awaited under the loads of the
+  // tile before.
   __forceinline__ int32 next(int32 round) {
-    if (params.scheduler == nullptr || round == 0) return tile_index(round);
+    if (C.cluster > 1 || params.scheduler == nullptr || round == 0) {
+      return tile_index(round, C.cluster);
+    }
     uint32 ticket = 0;
     if (leads()) ticket = atomicAdd(params.scheduler, 1u);
     if constexpr (paged) ticket = __shfl_sync(0xffffffffu, ticket, 0);
@@ -139,6 +162,7 @@ struct Load {
     for (int32 round = 1; index < params.tiles; ++round) {
       tile = find_tile<C>(params, index);
       const bool exists = tile.exists();
+      if constexpr (C.cluster > 1) tile.q_begin += static_cast<int32>(cluster_rank()) * Plan::rows;
       if (exists) publish(tile);
       index = C.persistent ? next(round) : params.tiles;
       if (exists && tile.count() > 0) load_tile(tile);
@@ -147,7 +171,7 @@ struct Load {
     tile.last = 1;
     publish(tile);
     mark(TracePhase::none);
-    if (C.persistent && params.scheduler != nullptr && leads()) {
+    if (C.persistent && C.cluster == 1 && params.scheduler != nullptr && leads()) {
       // The last CTA to ask leaves the counters as it found them.
       if (atomicAdd(params.scheduler + 1, 1u) == gridDim.x - 1) {
         params.scheduler[0] = params.scheduler[1] = 0;
@@ -263,7 +287,7 @@ struct Gather {
   __forceinline__ void load_q(const FwdTile& tile) {
     const core::Rows& q = params.q_rows;
     copy_rows<Plan::rows, Plan::panels_qk>(
-        shared_address(plan.q), q, params.head_dim, [&](int32 row) -> const uint16* {
+        shared_address(plan.q[0]), q, params.head_dim, [&](int32 row) -> const uint16* {
           const FwdRow at = find_row<C>(params, tile, row);
           if (at.query >= tile.length_q) return nullptr;
           return q.data + tile.batch_q * q.stride[0] + (tile.row_q + at.query) * q.stride[1] +

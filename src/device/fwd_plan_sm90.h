@@ -19,13 +19,14 @@ struct FwdPlan {
   static constexpr uint32 k_bytes = C.tile_k * panels_qk * row_bytes;
   static constexpr uint32 v_bytes = C.tile_k * panels_v * row_bytes;
 
-  alignas(1024) uint8 q[q_bytes];
+  alignas(1024) uint8 q[C.q_stages][q_bytes];
   alignas(1024) uint8 k[C.stages][k_bytes];
   alignas(1024) uint8 v[C.stages][v_bytes];
   alignas(1024) uint8 out[C.out_apart ? rows * panels_v * row_bytes : 1024];
-  Ring<C.stages> k_ring;  // full: the loaders and the bytes; free: each computing warp
+  // full: the loaders and the bytes; free: each computing warp, of every CTA that shares the keys.
+  Ring<C.stages> k_ring;
   Ring<C.stages> v_ring;
-  Ring<1> q_ring;
+  Ring<C.q_stages> q_ring;
   Ring<2> tile_ring;  // full: 1 producer; free: each computing warp
   FwdTile tiles[2];
   [[no_unique_address]] TraceCounts<C.trace> trace;
@@ -49,13 +50,15 @@ struct FwdPlan {
   static_assert(!C.split || !C.has_sink, "the sink is added once, by the combining kernel");
   static_assert(C.source == Source::tma || C.ragged);
   static_assert(C.source != Source::gather || (!C.persistent && C.tile_k <= 128));
+  static_assert(C.q_stages == 1 || (C.q_stages == 2 && C.persistent));
+  static_assert(C.cluster == 1 || (C.cluster == 2 && C.source == Source::tma && !C.packed && !C.split));
 
   // By one thread, before a barrier of the CTA.
   __forceinline__ void init_barriers() {
     tile_ring.init(1, consumer_warps);
     q_ring.init(loaders, consumer_warps);
-    k_ring.init(loaders, consumer_warps);
-    v_ring.init(loaders, consumer_warps);
+    k_ring.init(loaders, C.cluster * consumer_warps);
+    v_ring.init(loaders, C.cluster * consumer_warps);
     fence_mbarrier_init();
   }
 };

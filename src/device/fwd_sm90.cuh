@@ -40,7 +40,7 @@ struct Compute {
   const FwdParams& params;
   const int32 warpgroup;  // 0 based among the computing ones
   RingState<C.stages> k_state, v_state;
-  RingState<1> q_state;
+  RingState<C.q_stages> q_state;
   RingState<2> tile_state;
 
   static constexpr int32 query_steps = C.head_dim <= 64 ? C.head_dim / 16 : 1;
@@ -76,10 +76,16 @@ struct Compute {
 
   // -- Products. Each warp releases for itself: its wait covers its own part of a product.
 
+  __forceinline__ SharedAddress query_tile() const {
+    const SharedAddress first = shared_address(plan.q[0]);
+    if constexpr (C.q_stages == 1) return first;
+    return first + static_cast<uint32>(q_state.stage) * Plan::q_bytes;
+  }
+
   // Products wait for descriptors that are computed between them, so those of q are computed once
   // and hidden from the compiler, which would do it again each time: all where they are few.
   __forceinline__ void find_query() {
-    const SharedAddress q = shared_address(plan.q) + warpgroup * (64 * Plan::row_bytes);
+    const SharedAddress q = query_tile() + warpgroup * (64 * Plan::row_bytes);
 #pragma unroll
     for (int32 i = 0; i < query_steps; ++i) {
       query[i] = wgmma_descriptor(Swizzle::b128, q.value + 32 * i, 0, Plan::group_bytes);
@@ -124,12 +130,24 @@ struct Compute {
     wgmma_commit();
   }
 
+  // To every CTA whose copies come here.
+  __forceinline__ void release_stage(Ring<C.stages>& ring, const RingState<C.stages>& state) {
+    if constexpr (C.cluster > 1) {
+      if (lane_index() < C.cluster) {
+        const SharedAddress barrier = shared_address(&ring.free[state.stage]);
+        mbarrier_arrive_remote(map_to_rank(barrier, static_cast<uint32>(lane_index())));
+      }
+    } else {
+      if (lane_index() == 0) ring.release(state);
+    }
+  }
+
   __forceinline__ void release_k() {
-    if (lane_index() == 0) plan.k_ring.release(k_state);
+    release_stage(plan.k_ring, k_state);
     k_state.advance();
   }
   __forceinline__ void release_v() {
-    if (lane_index() == 0) plan.v_ring.release(v_state);
+    release_stage(plan.v_ring, v_state);
     v_state.advance();
   }
   __forceinline__ void release_q() {
@@ -293,8 +311,8 @@ struct Compute {
 #pragma unroll 1
     for (int32 d = 0; d < C.head_dim; d += 16) {
       uint32 a[4];
-      load_matrix_x4(a, shared_address(plan.q) + panel_offset(Swizzle::b128, Plan::rows, row,
-                                                              2 * (d + StoreMatrixX4::col(lane))));
+      load_matrix_x4(a, query_tile() + panel_offset(Swizzle::b128, Plan::rows, row,
+                                                    2 * (d + StoreMatrixX4::col(lane))));
       const int32 left = params.head_dim - d - 2 * (lane % 4);
       const uint16* key = first + d * key_step();
 #pragma unroll
@@ -412,6 +430,7 @@ struct Compute {
   __forceinline__ void begin(const FwdTile& tile) {
     mark(TracePhase::query);
     plan.q_ring.wait_full(q_state);
+    if constexpr (C.q_stages > 1) find_query();
     take_turn();
     issue_scores();
     pass_turn();
@@ -560,7 +579,7 @@ struct Compute {
 
   // Through shared memory, this warp's 16 rows in one piece.
   __forceinline__ void store_tile(const FwdTile& tile) {
-    const SharedAddress staging = C.out_apart ? shared_address(plan.out) : shared_address(plan.q);
+    const SharedAddress staging = C.out_apart ? shared_address(plan.out) : query_tile();
     const int32 lane = lane_index();
     if constexpr (C.out_apart) {
       // The tile before has left.
@@ -697,7 +716,7 @@ struct Compute {
   }
 
   __forceinline__ void run() {
-    find_query();
+    if constexpr (C.q_stages == 1) find_query();
     if (C.ping_pong && warpgroup == C.warpgroups - 1) {
       named_barrier_arrive<256>(Plan::turn_barrier);
     }
@@ -743,12 +762,17 @@ __device__ void fwd(const FwdParams& params) {
   }
   if constexpr (C.packed) {
     // Rows that stand for no query are never loaded, but multiplied.
-    for (uint32 i = 16 * threadIdx.x; i < FwdPlan<C>::q_bytes; i += 16 * blockDim.x) {
-      store_shared_x4(shared_address(plan.q) + i, uint4{0, 0, 0, 0});
+    for (uint32 i = 16 * threadIdx.x; i < sizeof(plan.q); i += 16 * blockDim.x) {
+      store_shared_x4(shared_address(plan.q[0]) + i, uint4{0, 0, 0, 0});
     }
     fence_proxy_async_shared();
   }
-  __syncthreads();
+  if constexpr (C.cluster > 1) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
 
   const int32 warp = warp_index();
   if (warp < 4) {
@@ -763,6 +787,12 @@ __device__ void fwd(const FwdParams& params) {
   } else {
     registers_grow<core::consumer_registers(C)>();
     Compute<C>{plan, params, warp / 4 - 1}.run();
+  }
+  if constexpr (C.cluster > 1) {
+    // Shared memory outlives the peer's copies and arrivals.
+    __syncwarp();
+    cluster_arrive();
+    cluster_wait();
   }
 }
 

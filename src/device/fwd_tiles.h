@@ -132,6 +132,13 @@ __forceinline__ int32 queries_per_tile(const FwdParams& params) {
   return is_packed<C>() ? params.queries_per_tile : core::rows_of(C);
 }
 
+// CTAs of a cluster take the rows of one tile together: they stand in it one behind the other.
+template <auto C>
+__forceinline__ constexpr int32 cluster_size() {
+  if constexpr (requires { C.cluster; }) return C.cluster;
+  return 1;
+}
+
 // Tiles of `section` (batch, head) pairs are dealt together, so that their keys stay in L2; within
 // a section the last rows, which see most keys under a causal mask, come first. Parts of the same
 // rows follow each other.
@@ -156,7 +163,7 @@ __forceinline__ FwdTile find_tile(const FwdParams& params, int32 index) {
   tile.head = is_packed<C>() ? head * params.group_size : head;
   tile.head_kv = is_packed<C>() ? head : head / params.group_size;
   tile.last = 0;
-  const int32 queries = queries_per_tile<C>(params);
+  const int32 queries = queries_per_tile<C>(params) * cluster_size<C>();
   tile.q_begin = block * queries;
   find_sequence<C>(tile, params, b);
   KeySpan span = find_span<C>(tile, params, tile.q_begin, queries);
@@ -171,15 +178,16 @@ __forceinline__ FwdTile find_tile(const FwdParams& params, int32 index) {
 template <auto C>
 __forceinline__ bool next_unused(FwdTile& tile, const FwdParams& params) {
   if (!C.ragged || tile.count() > 0) return false;
-  tile.q_begin += params.q_blocks * queries_per_tile<C>(params);
+  tile.q_begin += params.q_blocks * queries_per_tile<C>(params) * cluster_size<C>();
   return tile.exists();
 }
 
-// The tile that this CTA takes in round r when tiles are dealt in advance. Rounds alternate in
-// direction, so that a CTA with a long tile in one has a short one in the next.
-__forceinline__ int32 tile_index(int32 round) {
-  const int32 width = static_cast<int32>(gridDim.x);
-  const int32 place = static_cast<int32>(blockIdx.x);
+// The tile that this CTA, or its cluster of so many, takes in round r when tiles are dealt in
+// advance. Rounds alternate in direction, so that a CTA with a long tile in one has a short one in
+// the next.
+__forceinline__ int32 tile_index(int32 round, int32 cluster = 1) {
+  const int32 width = static_cast<int32>(gridDim.x) / cluster;
+  const int32 place = static_cast<int32>(blockIdx.x) / cluster;
   return round * width + (round % 2 == 0 ? place : width - 1 - place);
 }
 

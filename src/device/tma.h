@@ -80,28 +80,32 @@ __forceinline__ void tma_load(SharedAddress target, const TensorMap* map, Barrie
 // offset.
 template <int rank>
 __forceinline__ void tma_load_multicast(SharedAddress target, const TensorMap* map,
-                                        Barrier& barrier, const int32 (&at)[rank],
-                                        uint16 cta_mask) {
+                                        Barrier& barrier, const int32 (&at)[rank], uint16 cta_mask,
+                                        CachePolicy policy) {
   static_assert(rank == 2 || rank == 4 || rank == 5);
   if constexpr (rank == 2) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target.value),
-        "l"(map), "r"(shared_address(&barrier).value), "r"(at[0]), "r"(at[1]), "h"(cta_mask)
+        ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5, %6;" ::"r"(
+            target.value),
+        "l"(map), "r"(shared_address(&barrier).value), "r"(at[0]), "r"(at[1]), "h"(cta_mask),
+        "l"(policy.value)
         : "memory");
   } else if constexpr (rank == 4) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(target.value),
+        ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7, %8;" ::"r"(
+            target.value),
         "l"(map), "r"(shared_address(&barrier).value), "r"(at[0]), "r"(at[1]), "r"(at[2]),
-        "r"(at[3]), "h"(cta_mask)
+        "r"(at[3]), "h"(cta_mask), "l"(policy.value)
         : "memory");
   } else if constexpr (rank == 5) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        ".multicast::cluster [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(target.value),
+        ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8, %9;" ::"r"(
+            target.value),
         "l"(map), "r"(shared_address(&barrier).value), "r"(at[0]), "r"(at[1]), "r"(at[2]),
-        "r"(at[3]), "r"(at[4]), "h"(cta_mask)
+        "r"(at[3]), "r"(at[4]), "h"(cta_mask), "l"(policy.value)
         : "memory");
   }
 }

@@ -49,7 +49,7 @@ TileCount count_tiles(const core::Problem& problem, core::int64 queries, core::i
 template <typename Config>
 TileCount count_tiles(const core::Problem& p, const Config& c) {
   if (c.packed) return count_tiles(p, packed_queries(p, c), p.heads_kv);
-  return count_tiles(p, core::rows_of(c), p.heads_q);
+  return count_tiles(p, core::int64{core::rows_of(c)} * core::ctas_of(c), p.heads_q);
 }
 
 // Rows of out in all, heads included.

@@ -292,9 +292,11 @@ ForwardTiles fill_forward_params(FwdParams& params, const ForwardCall& call, con
   params.section =
       core::is_windowed(config) || config.ragged ? pairs_in_cache(p, config.packed, chip) : 1;
   params.tiles = static_cast<int32>(tiles);
-  const auto width = static_cast<std::uint32_t>(tiles);
+  const auto clusters = static_cast<std::uint32_t>(tiles);
+  const auto ctas = static_cast<std::uint32_t>(core::ctas_of(config));
+  const std::uint32_t most = static_cast<std::uint32_t>(chip.sm_count) / ctas;
   return {static_cast<std::uint32_t>(core::threads_of(config)),
-          config.persistent ? std::min(width, static_cast<std::uint32_t>(chip.sm_count)) : width};
+          ctas * (config.persistent ? std::min(clusters, most) : clusters)};
 }
 
 template ForwardTiles fill_forward_params(FwdParams&, const ForwardCall&, const FwdConfig&,
@@ -310,7 +312,7 @@ void ForwardKernel::encode_maps(FwdParams& params, const Problem& p, const Confi
   }
   if (config.source == core::Source::gather) return;
   const int32 key_rows =
-      config.source == core::Source::paged ? params.page_box : static_cast<int32>(config.tile_k);
+      config.source == core::Source::paged ? params.page_box : core::key_rows_of(config);
   const int32 query_rows = core::query_box_rows(config);
   const int32 boxes = core::rows_of(config) / query_rows;  // of a tile
   params.q = config.packed ? encode_packed(device_, p, extent.q, params.queries_per_tile / boxes)
@@ -342,6 +344,7 @@ void ForwardKernel::launch(const Config& config, const ForwardCall& call, Stream
   LaunchConfig shape;
   shape.grid.x = tiles.ctas;
   shape.block.x = tiles.threads;
+  shape.cluster.x = static_cast<std::uint32_t>(core::ctas_of(config));
   shape.dynamic_shared_bytes = static_cast<std::uint32_t>(core::shared_bytes(config));
   device_.launch(*kernel_, shape, std::as_bytes(std::span(&params, 1)), stream);
   if (combine_ == nullptr) return;

@@ -24,8 +24,12 @@ struct Field {
   std::string_view name;
   int32 Config::*number = nullptr;
   bool Config::*flag = nullptr;
-  bool schedule = false;  // a switch of the schedule: results do not depend on it
+  // Of a switch of the schedule, on which results do not depend: its two values.
+  int32 low = 0;
+  int32 high = 0;
 
+  bool is_switch() const { return low != high; }
+  int32 flipped(const Config& c) const { return get(c) == low ? high : low; }
   int32 get(const Config& c) const { return number != nullptr ? c.*number : int32{c.*flag}; }
   void set(Config& c, int32 value) const {
     if (number != nullptr) c.*number = value;
@@ -33,14 +37,16 @@ struct Field {
   }
 };
 
-constexpr std::array<Field<FwdConfig>, 7> fields_of(const FwdConfig*) {
+constexpr std::array<Field<FwdConfig>, 9> fields_of(const FwdConfig*) {
   return {{{"warpgroups", &FwdConfig::warpgroups},
            {"tile_k", &FwdConfig::tile_k},
            {"stages", &FwdConfig::stages},
-           {"out_apart", nullptr, &FwdConfig::out_apart, true},
-           {"persistent", nullptr, &FwdConfig::persistent, true},
-           {"ping_pong", nullptr, &FwdConfig::ping_pong, true},
-           {"overlap", nullptr, &FwdConfig::overlap, true}}};
+           {"out_apart", nullptr, &FwdConfig::out_apart, 0, 1},
+           {"persistent", nullptr, &FwdConfig::persistent, 0, 1},
+           {"ping_pong", nullptr, &FwdConfig::ping_pong, 0, 1},
+           {"overlap", nullptr, &FwdConfig::overlap, 0, 1},
+           {"q_stages", &FwdConfig::q_stages, nullptr, 1, 2},
+           {"cluster", &FwdConfig::cluster, nullptr, 1, 2}}};
 }
 
 constexpr std::array<Field<Fwd100Config>, 7> fields_of(const Fwd100Config*) {
@@ -49,8 +55,8 @@ constexpr std::array<Field<Fwd100Config>, 7> fields_of(const Fwd100Config*) {
            {"first_part", &Fwd100Config::first_part},
            {"polynomial", &Fwd100Config::polynomial},
            {"polynomial_degree", &Fwd100Config::polynomial_degree},
-           {"out_apart", nullptr, &Fwd100Config::out_apart, true},
-           {"persistent", nullptr, &Fwd100Config::persistent, true}}};
+           {"out_apart", nullptr, &Fwd100Config::out_apart, 0, 1},
+           {"persistent", nullptr, &Fwd100Config::persistent, 0, 1}}};
 }
 
 template <typename Config>
@@ -87,6 +93,12 @@ std::string objection(const FwdConfig& c) {
   }
   if (c.stages < 2 || c.stages > 8) return "it has 2 to 8 stages";
   if (!c.out_apart && c.head_dim < c.head_dim_v) return "out does not fit where q was";
+  if (c.q_stages < 1 || c.q_stages > 2) return "it has 1 or 2 stages of q";
+  if (c.q_stages == 2 && !c.persistent) return "a CTA with one tile needs one stage of q";
+  if (c.cluster < 1 || c.cluster > 2) return "its clusters have 1 or 2 CTAs";
+  if (c.cluster == 2 && (c.source != core::Source::tma || c.packed || c.split)) {
+    return "keys are shared by a cluster where they are in one piece for every head and row";
+  }
   const int32 bytes = core::shared_bytes(c);
   if (bytes > core::shared_limit_bytes) {
     return text("it needs ", bytes, " bytes of shared memory of ", core::shared_limit_bytes);
@@ -233,9 +245,9 @@ std::vector<ForwardConfig> forward_ablations(const ForwardConfig& chosen) {
   std::visit(
       [&](const auto& c) {
         for (const auto& field : fields<std::decay_t<decltype(c)>>()) {
-          if (!field.schedule || field.get(c) == 0) continue;
+          if (!field.is_switch()) continue;
           auto changed = c;
-          field.set(changed, 0);
+          field.set(changed, field.flipped(c));
           if (objection(changed).empty()) list.emplace_back(changed);
         }
       },

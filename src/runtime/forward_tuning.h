@@ -31,7 +31,7 @@ std::vector<ForwardConfig> forward_candidates(const ForwardConfig& chosen);
 // beside the chosen tile.
 std::vector<ForwardConfig> leaner_forwards(const ForwardConfig& chosen);
 
-// `chosen`, and each switch of its schedule off in turn.
+// `chosen`, and each switch of its schedule turned over in turn.
 std::vector<ForwardConfig> forward_ablations(const ForwardConfig& chosen);
 
 }  // namespace fovea::runtime

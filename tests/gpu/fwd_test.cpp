@@ -15,6 +15,7 @@
 #include "core/numeric.h"
 #include "cpu/reference.h"
 #include "runtime/forward_gpu.h"
+#include "runtime/forward_tuning.h"
 #include "tests/jit/jit_support.h"
 #include "tests/tolerance.h"
 
@@ -49,10 +50,9 @@ struct ForwardCase {
   std::vector<int32> cu_seqlens_k = {};
   std::vector<int32> seqused_q = {};
   std::vector<int32> seqused_k = {};
-  int64 slack = 0;  // rows of q behind the last sequence
-  bool overlap = true;
-  bool ping_pong = true;
-  bool dealt = false;  // no counter: tiles dealt in advance
+  int64 slack = 0;                 // rows of q behind the last sequence
+  std::string configuration = {};  // fields set by hand: Hopper's, and only run there
+  bool dealt = false;              // no counter: tiles dealt in advance
 };
 
 std::ostream& operator<<(std::ostream& out, const ForwardCase& c) { return out << c.name; }
@@ -247,10 +247,7 @@ ForwardResult run_on(Device& device, const ForwardCall& call) {
 
   EXPECT_TRUE(runtime::forward_supports(p, device.properties().arch).empty());
   runtime::ForwardConfig config = runtime::choose_forward(p, c.softmax, device.properties().arch);
-  if (auto* hopper = std::get_if<core::FwdConfig>(&config)) {
-    hopper->overlap = c.overlap;
-    hopper->ping_pong = c.ping_pong;
-  }
+  runtime::override_forward(config, c.configuration);
   const runtime::ForwardKernel kernel(device, config);
   kernel.run(launch);
 
@@ -286,6 +283,7 @@ ForwardResult check_case(const ForwardCase& spec, runtime::EmulationOptions::Ord
   for (const std::string& name : test_devices()) {
     SCOPED_TRACE(name);
     const auto device = runtime::open_device(name, {.order = order, .seed = 7, .checks = true});
+    if (!spec.configuration.empty() && device->properties().arch != "sm_90a") continue;
     result = run_on(*device, call);
     EXPECT_TRUE(test::close_to(result.out, exact.out, naive.out,
                                test::out_floor(in, spec.f32_out ? DType::f32 : in, exact.out)));
@@ -371,9 +369,38 @@ const ForwardCase forward_cases[] = {
      .seqlen_q = 200,
      .seqlen_k = 600,
      .window = {-1, 0},
-     .overlap = false,
-     .ping_pong = false,
+     .configuration = "overlap=0,ping_pong=0",
      .dealt = true},
+    {.name = "shared_keys", .seqlen_q = 300, .seqlen_k = 700, .configuration = "cluster=2"},
+    {.name = "shared_keys_causal",
+     .seqlen_q = 400,
+     .seqlen_k = 500,
+     .window = {-1, 0},
+     .configuration = "cluster=2"},
+    {.name = "shared_keys_varlen",
+     .seqlen_q = 257,
+     .seqlen_k = 322,
+     .cu_seqlens_q = {0, 100, 100, 357, 400},
+     .cu_seqlens_k = {0, 50, 178, 500, 500},
+     .slack = 300,
+     .configuration = "cluster=2,persistent=0"},
+    {.name = "queries_ahead",
+     .batch = 2,
+     .heads_q = 35,
+     .heads_kv = 1,
+     .seqlen_q = 390,
+     .seqlen_k = 200,
+     .window = {-1, 0},
+     .configuration = "q_stages=2"},
+    {.name = "queries_ahead_shared_keys",
+     .batch = 2,
+     .heads_q = 34,
+     .heads_kv = 1,
+     .seqlen_q = 520,
+     .seqlen_k = 130,
+     .head_dim = 64,
+     .head_dim_v = 64,
+     .configuration = "q_stages=2,cluster=2,out_apart=0"},
     {.name = "online",
      .seqlen_q = 140,
      .seqlen_k = 700,

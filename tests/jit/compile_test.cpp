@@ -128,9 +128,12 @@ constexpr const char* common_calls = R"(
     tma_load(tile, &p.map, barrier, {p.c[0], p.c[1], p.c[2], p.c[3]}, cache_policy_evict_first());
     tma_load(tile, &p.map, barrier, {p.c[0], p.c[1], p.c[2], p.c[3], p.c[4]},
              cache_policy_evict_last());
-    tma_load_multicast(tile, &p.map, barrier, {p.c[0], p.c[1]}, 3);
-    tma_load_multicast(tile, &p.map, barrier, {p.c[0], p.c[1], p.c[2], p.c[3]}, 3);
-    tma_load_multicast(tile, &p.map, barrier, {p.c[0], p.c[1], p.c[2], p.c[3], p.c[4]}, 3);
+    tma_load_multicast(tile, &p.map, barrier, {p.c[0], p.c[1]}, 3,
+                           cache_policy_evict_last());
+    tma_load_multicast(tile, &p.map, barrier, {p.c[0], p.c[1], p.c[2], p.c[3]}, 3,
+                           cache_policy_evict_last());
+    tma_load_multicast(tile, &p.map, barrier, {p.c[0], p.c[1], p.c[2], p.c[3], p.c[4]}, 3,
+                           cache_policy_evict_last());
     tma_store(&p.map, tile, {p.c[0], p.c[1]});
     tma_store(&p.map, tile, {p.c[0], p.c[1], p.c[2], p.c[3]});
     tma_store(&p.map, tile, {p.c[0], p.c[1], p.c[2], p.c[3], p.c[4]});

@@ -346,7 +346,8 @@ TEST_P(DeviceTest, RunsClustersWithMulticastAndRemoteArrivals) {
         // Each CTA sends one row of two to both.
         mbarrier_arrive_expect_bytes(full, 256);
         const int row = 2 * (blockIdx.x / 2) + rank;
-        tma_load_multicast(shared_address(tile[rank]), &p.map, full, {0, row}, 3);
+        tma_load_multicast(shared_address(tile[rank]), &p.map, full, {0, row}, 3,
+                           cache_policy_evict_last());
         for (uint32 to = 0; to < 2; ++to) {
           mbarrier_arrive_remote(map_to_rank(shared_address(&met), to));
         }
