@@ -43,6 +43,9 @@ constexpr int32 rows_of(const BwdConfig& c) {
   return c.tensor_memory || (c.head_dim == 64 && !c.split_columns) ? 128 : 64;
 }
 
+// Rows of the boxes in which q and dout come.
+constexpr int32 query_box_rows(const BwdConfig& c) { return c.pair ? 64 : rows_of(c); }
+
 // Sums of dq of a block of rows.
 constexpr int32 dq_block_floats(const BwdConfig& c) { return rows_of(c) * c.head_dim; }
 
@@ -127,7 +130,8 @@ inline constexpr int32 bias_threads = 128;
 inline constexpr int32 sink_threads = 256;
 
 // The parameter of the backward kernels. Boxes of the maps, all with the 128-byte swizzle and
-// dimensions (head_dim, row, head, batch): q and dout {64, rows_of}, k and v {64, keys_of}.
+// dimensions (head_dim, row, head, batch): q and dout {64, query_box_rows}, k and v {64,
+// keys_of}.
 //
 // Blocks of rows_of query rows are numbered over all sequences and heads (device/bwd_blocks.h);
 // lse_log2 and delta hold one number for each of their rows, dq_sums dq_block_floats for each,

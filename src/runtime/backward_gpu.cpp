@@ -5,6 +5,7 @@
 #include <set>
 #include <span>
 
+#include "core/config_backward_sm100.h"
 #include "core/dropout.h"
 #include "core/mask.h"
 #include "core/numeric.h"
@@ -54,7 +55,8 @@ int64 query_blocks(const Problem& p, const BwdConfig& c) {
 
 int64 key_blocks(const Problem& p, const BwdConfig& c) {
   const int64 blocks = core::ceil_div(p.seqlen_k, core::keys_of(c));
-  return p.total_k > 0 ? std::max<int64>(blocks, 1) : blocks;
+  return core::round_up(p.total_k > 0 ? std::max<int64>(blocks, 1) : blocks,
+                        int64{c.pair ? 2 : 1});
 }
 
 // Blocks of query rows of all sequences and heads (device/bwd_blocks.h, first_block).
@@ -248,16 +250,21 @@ std::vector<std::string> backward_supports(const Problem& p, const Gradients& g,
   const auto refuse = [&](bool condition, const std::string& reason) {
     if (condition) reasons.push_back(reason);
   };
-  refuse(arch != "sm_90a",
-         "its backward kernels are for sm_90a and the device is " + std::string(arch));
+  refuse(arch != "sm_90a" && !is_blackwell(arch),
+         "its backward kernels are for sm_90a, sm_100a and sm_103a and the device is " +
+             std::string(arch));
   refuse(p.q.dtype != DType::bf16 && p.q.dtype != DType::f16,
          "it computes bf16 and f16 but q, k and v are of another dtype, so convert them");
   refuse(p.out.dtype != p.q.dtype, "it takes out and dout in the dtype of q, so convert them");
   refuse(g.dq.dtype != g.dk.dtype || g.dk.dtype != g.dv.dtype,
          "it writes dq, dk and dv in one dtype, so give them the same");
-  refuse(p.head_dim > largest_head_dim || p.head_dim_v > largest_head_dim,
-         "it takes head dimensions up to 256 but they are " + std::to_string(p.head_dim) + " and " +
-             std::to_string(p.head_dim_v));
+  // On Blackwell dk and dv stay in tensor memory beside a tile of scores and one of dP.
+  const core::HeadDims largest = is_blackwell(arch) ? core::HeadDims{192, 128}
+                                                    : core::HeadDims{256, 256};
+  refuse(p.head_dim > largest.qk || p.head_dim_v > largest.v,
+         "it takes head dimensions up to " + std::to_string(largest.qk) + " of q and k and " +
+             std::to_string(largest.v) + " of v but they are " + std::to_string(p.head_dim) +
+             " and " + std::to_string(p.head_dim_v));
   refuse(p.is_paged(), "it has no paged keys");
   const auto check = [&](std::string_view name, const View& view, const RowExtents& e, int64 dim) {
     const bool empty = e.of[0] == 0 || e.of[1] == 0 || view.data == nullptr;
@@ -276,7 +283,7 @@ std::vector<std::string> backward_supports(const Problem& p, const Gradients& g,
   return reasons;
 }
 
-BwdConfig choose_backward(const Problem& p, const Gradients& g) {
+BwdConfig choose_backward(const Problem& p, const Gradients& g, std::string_view arch) {
   BwdConfig c;
   c.dtype = p.q.dtype;
   c.wide = g.dq.dtype == DType::f32;
@@ -296,6 +303,7 @@ BwdConfig choose_backward(const Problem& p, const Gradients& g) {
   const core::HeadDims dims = core::backward_head_dims(p.head_dim, p.head_dim_v, c.split_columns);
   c.head_dim = dims.qk;
   c.head_dim_v = dims.v;
+  if (is_blackwell(arch)) choose_backward_sm100(c, p);
   return c;
 }
 
@@ -367,18 +375,26 @@ constexpr PartText part_texts[backward_parts] = {
     {"device/bwd_bias.cuh", "bwd_bias", core::bias_threads},
     {"device/bwd_bias.cuh", "bwd_bias_sum", core::bias_threads}};
 
-const PartText& text_of(BackwardPart part) { return part_texts[static_cast<std::size_t>(part)]; }
+constexpr PartText main_sm100{"device/bwd_sm100.cuh", "bwd_sm100", core::backward_threads_sm100};
+
+const PartText& text_of(const BwdConfig& c, BackwardPart part) {
+  if (c.tensor_memory && part == BackwardPart::main) return main_sm100;
+  return part_texts[static_cast<std::size_t>(part)];
+}
 
 }  // namespace
 
 std::string backward_text(const BwdConfig& c, BackwardPart part) {
   KernelSource source;
   source.params = "fovea::core::BwdParams";
-  source.include = text_of(part).include;
-  source.threads = text_of(part).threads;
-  if (part == BackwardPart::main) source.instructions = products(c);
+  const PartText& text = text_of(c, part);
+  source.include = text.include;
+  source.threads = text.threads;
+  if (part == BackwardPart::main) {
+    source.instructions = c.tensor_memory ? backward_products_sm100() : products(c);
+  }
   source.call =
-      "fovea::device::" + std::string(text_of(part).function) + "<" + config_value(c) + ">";
+      "fovea::device::" + std::string(text.function) + "<" + config_value(c) + ">";
   return kernel_text(source);
 }
 
@@ -406,13 +422,17 @@ BackwardKernels::BackwardKernels(Device& device, const BwdConfig& config,
   }
 }
 
-void BackwardKernels::launch(BackwardPart part, std::uint32_t ctas, std::uint32_t shared_bytes,
-                             const BwdParams& params, Stream stream) const {
+void BackwardKernels::launch(BackwardPart part, std::uint32_t ctas, const BwdParams& params,
+                             Stream stream) const {
   if (ctas == 0) return;
   LaunchConfig shape;
   shape.grid.x = ctas;
-  shape.block.x = static_cast<std::uint32_t>(text_of(part).threads);
-  shape.dynamic_shared_bytes = shared_bytes;
+  shape.block.x = static_cast<std::uint32_t>(text_of(config_, part).threads);
+  if (part == BackwardPart::main) {
+    shape.cluster.x = config_.pair ? 2 : 1;
+    shape.dynamic_shared_bytes = static_cast<std::uint32_t>(
+        config_.tensor_memory ? core::shared_bytes_sm100(config_) : core::shared_bytes(config_));
+  }
   device_.launch(*kernels_[static_cast<std::size_t>(part)], shape,
                  std::as_bytes(std::span(&params, 1)), stream);
 }
@@ -422,11 +442,11 @@ void BackwardKernels::launch_bias(const BackwardCall& call, const BwdParams& par
   const BiasTiles tiles(call.problem, call.gradients, device_.properties());
   if (tiles.elements == 0) return;
   const int64 count = tiles.count(call.gradients.dbias_extent);
-  launch(BackwardPart::bias, checked_grid(count * tiles.parts), 0, params, stream);
+  launch(BackwardPart::bias, checked_grid(count * tiles.parts), params, stream);
   if (tiles.parts == 1) return;
   const int64 sums = core::ceil_div(tiles.elements, core::bias_threads);
   launch(BackwardPart::bias_sum,
-         checked_grid(std::min<int64>(sums, 8 * device_.properties().sm_count)), 0, params, stream);
+         checked_grid(std::min<int64>(sums, 8 * device_.properties().sm_count)), params, stream);
 }
 
 void BackwardKernels::run(const BackwardCall& call, Stream stream) const {
@@ -438,19 +458,18 @@ void BackwardKernels::run(const BackwardCall& call, Stream stream) const {
   const RowExtents queries = query_extents(p);
   const RowExtents keys = key_extents(p);
   if (queries.of[0] > 0 && queries.of[1] > 0) {
-    params.q = encode_rows(device_, p.q, queries, p.head_dim, core::rows_of(config_));
-    params.dout_map = encode_rows(device_, g.dout, queries, p.head_dim_v, core::rows_of(config_));
+    params.q = encode_rows(device_, p.q, queries, p.head_dim, core::query_box_rows(config_));
+    params.dout_map = encode_rows(device_, g.dout, queries, p.head_dim_v, core::query_box_rows(config_));
   }
   if (keys.of[0] > 0 && keys.of[1] > 0) {
     params.k = encode_rows(device_, p.k, keys, p.head_dim, core::keys_of(config_));
     params.v = encode_rows(device_, p.v, keys, p.head_dim_v, core::keys_of(config_));
   }
-  launch(BackwardPart::prepare, row_ctas, 0, params, stream);
-  if (g.dsink) launch(BackwardPart::sink, static_cast<std::uint32_t>(p.heads_q), 0, params, stream);
+  launch(BackwardPart::prepare, row_ctas, params, stream);
+  if (g.dsink) launch(BackwardPart::sink, static_cast<std::uint32_t>(p.heads_q), params, stream);
   if (g.dbias) launch_bias(call, params, stream);
-  launch(BackwardPart::main, key_ctas, static_cast<std::uint32_t>(core::shared_bytes(config_)),
-         params, stream);
-  launch(BackwardPart::finish, row_ctas, 0, params, stream);
+  launch(BackwardPart::main, key_ctas, params, stream);
+  launch(BackwardPart::finish, row_ctas, params, stream);
 }
 
 }  // namespace fovea::runtime

@@ -1,7 +1,7 @@
 // The backward pass on a GPU: problem -> configuration -> kernel texts -> launches, over the device
 // seam. Three kernels follow each other in the stream: what is needed of each row, dk and dv with
-// the sums of dq, and dq from its sums (device/bwd_rows.cuh, device/bwd_sm90.cuh); where they are
-// asked for, also the gradients of the sinks and of the bias (device/bwd_bias.cuh).
+// the sums of dq, and dq from its sums (device/bwd_rows.cuh, device/bwd_sm90.cuh, device/bwd_sm100.cuh);
+// where they are // asked for, also the gradients of the sinks and of the bias (device/bwd_bias.cuh).
 #pragma once
 
 #include <array>
@@ -23,7 +23,13 @@ std::vector<std::string> backward_supports(const core::Problem& problem,
                                            const core::Gradients& gradients, std::string_view arch);
 
 // A configuration for gradients that backward_supports() accepts.
-core::BwdConfig choose_backward(const core::Problem& problem, const core::Gradients& gradients);
+core::BwdConfig choose_backward(const core::Problem& problem, const core::Gradients& gradients,
+                                std::string_view arch = "sm_90a");
+
+// What differs in Blackwell's kernel (backward_sm100.cpp).
+bool is_blackwell(std::string_view arch);
+void choose_backward_sm100(core::BwdConfig& config, const core::Problem& problem);
+std::vector<std::string> backward_products_sm100();
 
 enum class BackwardPart { prepare, main, finish, sink, bias, bias_sum };
 inline constexpr std::size_t backward_parts = 6;
@@ -59,8 +65,8 @@ class BackwardKernels {
   const core::BwdConfig& config() const { return config_; }
 
  private:
-  void launch(BackwardPart part, std::uint32_t ctas, std::uint32_t shared_bytes,
-              const core::BwdParams& params, Stream stream) const;
+  void launch(BackwardPart part, std::uint32_t ctas, const core::BwdParams& params,
+              Stream stream) const;
   void launch_bias(const BackwardCall& call, const core::BwdParams& params, Stream stream) const;
 
   Device& device_;

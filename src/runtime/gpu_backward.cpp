@@ -72,7 +72,8 @@ std::vector<std::string> gpu_backward_supports(const BackwardRequest& request,
 GpuBackwardPlan::GpuBackwardPlan(Device& device, const BackwardRequest& request, bool own_workspace)
     : device_(device) {
   const AsCopied copied(request);
-  const core::BwdConfig config = choose_backward(copied.problem, copied.gradients);
+  const core::BwdConfig config =
+      choose_backward(copied.problem, copied.gradients, device.properties().arch);
   kernels_ = kernels_for(device, config, copied.gradients);
   total_bytes_ = aligned(
       backward_workspace_bytes({copied.problem, copied.gradients}, config, device.properties()));
@@ -149,7 +150,8 @@ std::string GpuBackwardPlan::explain() const {
   const core::BwdConfig& config = kernels_->config();
   return text("device     ", device_.properties().name, ", ", device_.properties().sm_count,
               " multiprocessors\n",                                                     //
-              "kernel     bwd_sm90\n",                                                  //
+              "kernel     ", config.tensor_memory ? "bwd_sm100" : "bwd_sm90",
+              config.pair ? ", CTA pairs\n" : "\n",
               "tiles      ", core::keys_of(config), " keys x ", core::rows_of(config),  //
               " rows of queries, head dimensions padded to ", config.head_dim, " and ",
               config.head_dim_v, "\n",                                                    //

@@ -1,8 +1,10 @@
 // The backward kernels against the fp64 oracle: shapes that end inside tiles, masks, lengths,
-// groups of heads, and sums in turns. On the emulated Hopper chip, checks on, each case in another
-// order of asynchronous work; FOVEA_TEST_DEVICES=cuda runs it on a GPU.
+// groups of heads, and sums in turns. On the emulated chips, checks on, each case in another order
+// of asynchronous work; FOVEA_TEST_DEVICES=cuda runs it on a GPU. On Blackwell both forms run, one
+// CTA and pairs.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -234,7 +236,7 @@ class Memory {
   std::vector<DeviceBuffer> buffers_;
 };
 
-BackwardResult run_on(Device& device, const BackwardProblem& host) {
+BackwardResult run_on(Device& device, const BackwardProblem& host, bool pair) {
   Memory memory(device);
   runtime::BackwardCall call;
   core::Problem& p = call.problem;
@@ -261,8 +263,10 @@ BackwardResult run_on(Device& device, const BackwardProblem& host) {
   p.seqused_q = lengths(host.spec.seqused_q);
   p.seqused_k = lengths(host.spec.seqused_k);
 
-  EXPECT_TRUE(runtime::backward_supports(p, g, device.properties().arch).empty());
-  const core::BwdConfig config = runtime::choose_backward(p, g);
+  const std::string arch = device.properties().arch;
+  EXPECT_TRUE(runtime::backward_supports(p, g, arch).empty());
+  core::BwdConfig config = runtime::choose_backward(p, g, arch);
+  config.pair = pair;
   const std::size_t bytes = runtime::backward_workspace_bytes(call, config, device.properties());
   call.workspace = reinterpret_cast<runtime::DeviceAddress>(
       memory.upload(std::vector<unsigned char>(bytes, 0xff)));
@@ -272,13 +276,22 @@ BackwardResult run_on(Device& device, const BackwardProblem& host) {
           memory.read(g.dv, host.dv_count())};
 }
 
-// The chips that the kernels are for.
-std::vector<std::string> hopper_devices() {
-  std::vector<std::string> names;
+// A chip, and whether CTAs work in pairs there.
+struct Form {
+  std::string device;
+  bool pair = false;
+};
+
+std::vector<Form> forms(const BackwardCase& c) {
+  std::vector<Form> list;
+  const int32 wider = std::max(c.head_dim, c.head_dim_v);
   for (const std::string& name : test_devices()) {
-    if (name != "emulated:sm_100a" && name != "emulated:sm_103a") names.push_back(name);
+    const bool is_blackwell = name.starts_with("emulated:sm_10");
+    if (is_blackwell && (c.head_dim > 192 || c.head_dim_v > 128)) continue;
+    list.push_back({name});
+    if (is_blackwell && wider > 64 && wider <= 128) list.push_back({name, true});
   }
-  return names;
+  return list;
 }
 
 class Backward : public ::testing::TestWithParam<BackwardCase> {};
@@ -292,10 +305,11 @@ TEST_P(Backward, MatchesTheOracle) {
   const DType in = spec.f16 ? DType::f16 : DType::bf16;
   const DType to = spec.wide ? DType::f32 : in;
   const auto order = static_cast<runtime::EmulationOptions::Order>(turn++ % 3);
-  for (const std::string& name : hopper_devices()) {
-    SCOPED_TRACE(name);
-    const auto device = runtime::open_device(name, {.order = order, .seed = 7, .checks = true});
-    const BackwardResult found = run_on(*device, host);
+  for (const Form& form : forms(spec)) {
+    SCOPED_TRACE(form.device + (form.pair ? ", pairs" : ""));
+    const auto device =
+        runtime::open_device(form.device, {.order = order, .seed = 7, .checks = true});
+    const BackwardResult found = run_on(*device, host, form.pair);
     const auto close = [&](const std::vector<double>& x, const std::vector<double>& truth,
                            const std::vector<double>& same) {
       return test::close_to(x, truth, same, test::gradient_floor(in, to, truth));

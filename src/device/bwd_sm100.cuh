@@ -1,0 +1,692 @@
+// Attention, backward, on Blackwell: dk and dv of 128 keys of a KV head (256 in a pair of CTAs),
+// and their part of dq.
+//
+// One CTA or pair per tile of keys, against every block of 128 query rows that sees it, of all
+// heads that share the KV head: dk and dv stay in tensor memory until the end. Scores and dP are
+// computed transposed, keys x queries, so that P^T and dS^T, written back over them, are operand A
+// of dv and dk from tensor memory; only dS goes through shared memory, for dq. Budget of 128 rows x
+// 128 keys x head_dim 128, in cycles of a multiprocessor (docs/kernels/bwd_sm100.md; emulated
+// only):
+//
+//                                                             one CTA   pair, each
+//   tensor cores     5 x 2 x 128 x 128 x 128 FLOP at 8192       2560      2560
+//   shared memory    operands, dS, exchange, dq at 128 bytes    3328      2560
+//   exponentials     128 x 128 at 16                            1024      1024
+//   reduction        64 or 32 KB into L2 at about 32 bytes      2048      1024
+//
+// Roles, by warp:   0-7 compute (a key each thread)   8-11 reduce dq   12 multiply (one thread)
+//                   13 load   14 relay (pair)   15 owns the tensor memory
+#pragma once
+
+#include "device/bwd_load_sm100.h"
+#include "device/bwd_plan_sm100.h"
+#include "device/scores.h"
+
+namespace fovea::device {
+
+// ---- Role: multiply, one thread; of a pair, the leader's ----------------------------------------
+//
+// n counts tiles of query rows. Products of n + 1 run while those threads compute that n waits for:
+//
+//   64, 128    S0 dP0 dV0 | S1 dK0 dQ0 dP1 dV1 | S2 dK1 dQ1 dP2 dV2 | ... | dK dQ
+//   pair       S0 dP0 dV0 | S1 dK0 dP1 dQ0 dV1 | ...        dQ late: dS has to be exchanged first
+//   192        S0 dP0 dV0 | dK0 dQ0 S1 dP1 dV1 | ...        dQ lies over S and dP
+//
+// The manual orders products into one accumulator alone. What one reads and another overwrites is
+// waited for, unless the configuration counts on the order of issue.
+
+template <BwdConfig C>
+struct Multiply100Backward {
+  using Plan = Bwd100Plan<C>;
+  static constexpr TensorType type = C.dtype == DType::bf16 ? TensorType::bf16 : TensorType::f16;
+  static constexpr core::BackwardColumns columns = Plan::columns;
+  static constexpr int32 m = 128 * Plan::ctas;
+
+  Plan& plan;
+  const TensorAddress base;
+  RingState<Plan::query_stages> q_state, q_late_state;  // of the scores, of dk
+  RingState<1> state, late_state;                       // of dout; of the columns of q and dout
+
+  static __forceinline__ uint64 descriptor(SharedAddress tile, uint32 panel_bytes) {
+    return tcgen05_descriptor(Swizzle::b128, tile.value, panel_bytes, Plan::group_bytes);
+  }
+
+  static __forceinline__ void multiply(TensorAddress d, uint64 a, uint64 b, uint32 instruction,
+                                       bool accumulate) {
+    if constexpr (C.pair) {
+      tcgen05_mma_f16_ss_cta2(d, a, b, instruction, accumulate);
+    } else {
+      tcgen05_mma_f16_ss_cta1(d, a, b, instruction, accumulate);
+    }
+  }
+
+  static __forceinline__ void multiply(TensorAddress d, TensorAddress a, uint64 b,
+                                       uint32 instruction, bool accumulate) {
+    if constexpr (C.pair) {
+      tcgen05_mma_f16_ts_cta2(d, a, b, instruction, accumulate);
+    } else {
+      tcgen05_mma_f16_ts_cta1(d, a, b, instruction, accumulate);
+    }
+  }
+
+  // D = A B^T, [keys x queries]: rows of keys or values with rows of queries, both K-major.
+  template <int32 depth>
+  __forceinline__ void keys_by_queries(int32 column, SharedAddress keys, SharedAddress queries) {
+    constexpr uint32 instruction = tcgen05_instruction({.a = type, .b = type, .m = m, .n = 128});
+    const uint64 a = descriptor(keys, 0);
+    const uint64 b = descriptor(queries, 0);
+#pragma unroll
+    for (int32 step = 0; step < depth / 16; ++step) {
+      const uint32 inside = step % 4 * 32;  // 16 elements
+      multiply(base + column, descriptor_advance(a, step / 4 * Plan::panel_bytes + inside),
+               descriptor_advance(b, step / 4 * Plan::query_panel_bytes + inside), instruction,
+               step > 0);
+    }
+  }
+
+  // D += A B, [keys x head_dim]: P^T or dS^T with rows of dout or q, MN-major.
+  template <int32 width>
+  __forceinline__ void add_gradient(int32 column, int32 weights, SharedAddress queries,
+                                    bool accumulate) {
+    constexpr uint32 instruction =
+        tcgen05_instruction({.a = type, .b = type, .m = m, .n = width, .b_mn_major = true});
+    const uint64 b = descriptor(queries, Plan::panel_bytes);
+#pragma unroll
+    for (int32 step = 0; step < 128 / 16; ++step) {
+      multiply(base + column, base + (weights + core::weight_column(step / 2) + step % 2 * 8),
+               descriptor_advance(b, step * 16 * Plan::row_bytes), instruction,
+               accumulate || step > 0);
+    }
+  }
+
+  __forceinline__ void scores(int32 n) {
+    wait_full<C>(plan.q_ring, q_state);
+    if (n > 0 && !C.issue_order) wait_for<C>(plan.weights_free, n - 1);
+    if constexpr (core::dq_over_scores(C)) {
+      // dq of the step that the columns were last lent to has left them.
+      constexpr int32 behind = core::dq_over_weights(C) ? 1 : 2;
+      if (n >= behind) wait_for<C>(plan.dq_free, n - behind);
+    }
+    tcgen05_fence_after();
+    keys_by_queries<C.head_dim>(columns.scores, shared_address(plan.k),
+                                shared_address(plan.q[q_state.stage]));
+    commit<C>(plan.scores_full);
+    if constexpr (C.pair) commit<C>(plan.q_ring.free[q_state.stage]);
+    q_state.advance();
+  }
+
+  __forceinline__ void dp(int32 n) {
+    wait_full<C>(plan.dout_ring, state);
+    if (n > 0 && !C.issue_order) wait_for<C>(plan.dk_done, n - 1);  // it reads dS^T
+    if (n > 0 && core::dq_over_dp(C)) wait_for<C>(plan.dq_free, n - 1);
+    if constexpr (core::dp_over_scores(C)) wait_for<C>(plan.weights_full, n);
+    tcgen05_fence_after();
+    keys_by_queries<C.head_dim_v>(columns.dp, shared_address(plan.v),
+                                            shared_address(plan.dout));
+    commit<C>(plan.dp_full);
+    if constexpr (C.pair) commit<C>(plan.dout_ring.free[0]);
+    state.advance();
+  }
+
+  __forceinline__ void dv(int32 n) {
+    wait_for<C>(plan.weights_full, n);
+    SharedAddress rows = shared_address(plan.dout);
+    if constexpr (C.pair) {
+      wait_full<C>(plan.dout_columns_ring, late_state);
+      rows = shared_address(plan.dout_columns);
+    }
+    tcgen05_fence_after();
+    add_gradient<C.head_dim_v>(columns.dv, columns.scores, rows, n > 0);
+    commit<C>(plan.weights_free);
+    commit<C>(C.pair ? plan.dout_columns_ring.free[0] : plan.dout_ring.free[0]);
+  }
+
+  __forceinline__ void dk(int32 n) {
+    wait_for<C>(plan.dscores_full, n);
+    SharedAddress rows = shared_address(plan.q[q_late_state.stage]);
+    if constexpr (C.pair) {
+      wait_full<C>(plan.q_columns_ring, late_state);
+      rows = shared_address(plan.q_columns);
+    }
+    tcgen05_fence_after();
+    add_gradient<C.head_dim>(columns.dk, columns.dp, rows, n > 0);
+    commit<C>(plan.dk_done);
+    commit<C>(C.pair ? plan.q_columns_ring.free[0] : plan.q_ring.free[q_late_state.stage]);
+    q_late_state.advance();
+  }
+
+  // dq = dS k, of rows of queries: both operands MN-major.
+  __forceinline__ void dq(int32 n, bool last) {
+    if (n > 0) wait_for<C>(plan.dq_free, n - 1);
+    if constexpr (C.pair) {
+      wait_for<C>(plan.exchanged, n);
+      // Half of the next scores is read by then.
+      if (!last) wait_for<C>(plan.weights_full, n + 1);
+    }
+    if (core::dq_over_dp(C) && !C.issue_order) wait_for<C>(plan.dk_done, n);
+    if (core::dq_over_weights(C) && !C.issue_order) wait_for<C>(plan.weights_free, n);
+    tcgen05_fence_after();
+    constexpr uint32 instruction = tcgen05_instruction(
+        {.a = type, .b = type, .m = 128, .n = C.head_dim, .a_mn_major = true, .b_mn_major = true});
+    const uint64 a = descriptor(shared_address(plan.dscores), Plan::panel_bytes);
+    SharedAddress keys = shared_address(plan.k);
+    if constexpr (C.pair) keys = shared_address(plan.k_columns);
+    const uint64 b = descriptor(keys, Plan::panel_bytes);
+#pragma unroll
+    for (int32 step = 0; step < Plan::ctas * Plan::keys / 16; ++step) {
+      const uint32 along = step * 16 * Plan::row_bytes;
+      multiply(base + columns.dq, descriptor_advance(a, along), descriptor_advance(b, along),
+               instruction, step > 0);
+    }
+    commit<C>(plan.dq_full);
+  }
+
+  __forceinline__ void run(int32 steps) {
+    if (steps == 0) return;
+    wait_for<C>(plan.keys_full, 0);
+    scores(0);
+    dp(0);
+    dv(0);
+#pragma unroll 1
+    for (int32 n = 0; n < steps; ++n) {
+      constexpr bool scores_late = core::dq_over_weights(C);
+      const bool last = n + 1 == steps;
+      if (!last && !scores_late) scores(n + 1);
+      dk(n);
+      if (!last && C.pair) dp(n + 1);
+      dq(n, last);
+      if (last) break;
+      late_state.advance();
+      if (scores_late) scores(n + 1);
+      if (!C.pair) dp(n + 1);
+      dv(n + 1);
+    }
+    commit<C>(plan.gradients_full);
+  }
+};
+
+// ---- Role: compute, two warpgroups, one thread for a key ----------------------------------------
+//
+// Both warpgroups have all 128 keys of the CTA; chunks of 32 queries w and w + 2 are warpgroup w's.
+// A thread writes P^T and dS^T over columns that it has read itself.
+
+template <BwdConfig C>
+struct Compute100Backward {
+  using Plan = Bwd100Plan<C>;
+  static constexpr int32 chunk = 32;
+
+  Plan& plan;
+  const BwdParams& params;
+  const Bwd100Work<C>& work;
+  const TensorAddress base;  // this warp's lanes
+  const int32 rank;
+  const int32 warpgroup;
+  RingState<2> row_state;
+  uint32 weights[2][chunk / 2];  // P of the two chunks, as dv takes it
+
+  __forceinline__ int32 own_key() const { return static_cast<int32>(threadIdx.x % 128); }
+  __forceinline__ int32 chunk_of(int32 i) const { return warpgroup + 2 * i; }
+
+  // -- What hides
+
+  // True if every key of the CTA exists and is seen by every row of the block.
+  __forceinline__ bool sees_all(int32 block) const {
+    const BwdSequence& s = work.sequence;
+    const int32 q_begin = block * Plan::rows;
+    const int32 q_last = q_begin + Plan::rows - 1;
+    const int32 key_last = work.key_begin + Plan::keys - 1;
+    const int32 shift = s.length_k - s.length_q;
+    bool all = q_last < s.length_q && key_last < s.length_k;
+    if constexpr (C.bound_right) all = all && key_last <= q_begin + shift + params.window_right;
+    if constexpr (C.bound_left) all = all && work.key_begin >= q_last + shift - params.window_left;
+    return all;
+  }
+
+  // Rows [first, first + width) of a block, which see this thread's key.
+  struct Visible {
+    int32 first;
+    uint32 width;
+    __forceinline__ bool sees(int32 row) const { return static_cast<uint32>(row - first) < width; }
+  };
+
+  __forceinline__ Visible visible(int32 block) const {
+    const BwdSequence& s = work.sequence;
+    const int32 key = work.key_begin + own_key();
+    const int32 shift = s.length_k - s.length_q;
+    int32 begin = 0;
+    int32 end = key < s.length_k ? s.length_q : 0;
+    if constexpr (C.bound_right) begin = max(0, key - shift - params.window_right);
+    if constexpr (C.bound_left) end = min(end, key - shift + params.window_left + 1);
+    return {begin - block * Plan::rows, static_cast<uint32>(max(0, end - begin))};
+  }
+
+  // -- One block of query rows
+
+  // Gives the two chunks at `column` to use(i, words), the second loaded while the first is in use.
+  template <typename Use>
+  __forceinline__ void stream(int32 column, Use use) {
+    uint32 words[2][chunk];
+    const auto load = [&](int32 i) {
+      tcgen05_load_32x32b_x32(words[i], base + (column + chunk * chunk_of(i)));
+    };
+    load(0);
+#pragma unroll
+    for (int32 i = 0; i < 2; ++i) {
+      tcgen05_wait_load();
+      tcgen05_hold(words[i]);
+      if (i == 0) load(1);
+      use(i, words[i]);
+    }
+  }
+
+  __forceinline__ float4 numbers(const float (&rows)[Plan::rows], int32 row) const {
+    return *reinterpret_cast<const float4*>(rows + row);
+  }
+
+  // P, of which hidden elements become zero by selection, whatever they were.
+  template <bool hides>
+  __forceinline__ void exponentiate(int32 i, const uint32 (&scores)[chunk], const Visible& seen) {
+    const float2 scale{params.scale_log2, params.scale_log2};
+    const int32 first = chunk * chunk_of(i);
+#pragma unroll
+    for (int32 j = 0; j < chunk; j += 4) {
+      const float4 lse = numbers(plan.lse_log2[row_state.stage], first + j);
+      float2 x[2];
+      x[0] = fma_f32x2({__uint_as_float(scores[j]), __uint_as_float(scores[j + 1])}, scale,
+                       {-lse.x, -lse.y});
+      x[1] = fma_f32x2({__uint_as_float(scores[j + 2]), __uint_as_float(scores[j + 3])}, scale,
+                       {-lse.z, -lse.w});
+#pragma unroll
+      for (int32 h = 0; h < 2; ++h) {
+        float low = exp2_approximate(x[h].x);
+        float high = exp2_approximate(x[h].y);
+        if (hides && !seen.sees(first + j + 2 * h)) low = 0.0f;
+        if (hides && !seen.sees(first + j + 2 * h + 1)) high = 0.0f;
+        weights[i][j / 2 + h] = pack<C.dtype>(low, high);
+      }
+    }
+  }
+
+  // dS = P (dP - delta), of P as dv takes it. Zero where P is, if anything is hidden: what dP holds
+  // there is garbage.
+  template <bool hides>
+  __forceinline__ void differentiate(int32 i, const uint32 (&dp)[chunk],
+                                     uint32 (&dscores)[chunk / 2]) {
+    const int32 first = chunk * chunk_of(i);
+#pragma unroll
+    for (int32 j = 0; j < chunk; j += 4) {
+      const float4 delta = numbers(plan.delta[row_state.stage], first + j);
+      const float2 of[2] = {{-delta.x, -delta.y}, {-delta.z, -delta.w}};
+#pragma unroll
+      for (int32 h = 0; h < 2; ++h) {
+        const float2 weight = unpack<C.dtype>(weights[i][j / 2 + h]);
+        const float2 difference =
+            add_f32x2({__uint_as_float(dp[j + 2 * h]), __uint_as_float(dp[j + 2 * h + 1])}, of[h]);
+        float2 product = multiply_f32x2(weight, difference);
+        if (hides && weight.x == 0.0f) product.x = 0.0f;
+        if (hides && weight.y == 0.0f) product.y = 0.0f;
+        dscores[j / 2 + h] = pack<C.dtype>(product.x, product.y);
+      }
+    }
+  }
+
+  // dS^T as it is, [key][query]: operand A of dq, MN-major. In a pair the half of the rows that is
+  // the peer's waits to be sent.
+  __forceinline__ void store_shared(int32 i, const uint32 (&dscores)[chunk / 2]) {
+    const int32 half = chunk_of(i) / 2;
+    SharedAddress panel = shared_address(plan.dscores);
+    if constexpr (C.pair) {
+      panel = half == rank ? panel + rank * Plan::panel_bytes : shared_address(plan.exchange);
+    } else {
+      panel = panel + half * Plan::panel_bytes;
+    }
+    const SharedAddress row = panel + own_key() * Plan::row_bytes;
+#pragma unroll
+    for (int32 j = 0; j < 4; ++j) {
+      const uint32 at = (4 * (chunk_of(i) % 2) + j) ^ (own_key() % 8);  // 16-byte chunk, swizzled
+      store_shared_x4(row + at * 16, uint4{dscores[4 * j], dscores[4 * j + 1], dscores[4 * j + 2],
+                                           dscores[4 * j + 3]});
+    }
+  }
+
+  template <bool hides>
+  __forceinline__ void make_weights(int32 block) {
+    const Visible seen = visible(block);
+    stream(Plan::columns.scores, [&](int32 i, const uint32(&words)[chunk]) {
+      exponentiate<hides>(i, words, seen);
+      tcgen05_store_32x32b_x16(base + (Plan::columns.scores + core::weight_column(chunk_of(i))),
+                               weights[i]);
+    });
+  }
+
+  template <bool hides>
+  __forceinline__ void make_dscores(int32 n) {
+    stream(Plan::columns.dp, [&](int32 i, const uint32(&words)[chunk]) {
+      uint32 dscores[chunk / 2];
+      differentiate<hides>(i, words, dscores);
+      tcgen05_store_32x32b_x16(base + (Plan::columns.dp + core::weight_column(chunk_of(i))),
+                               dscores);
+      // The dS before it is read: dq of the last tile is there.
+      if (i == 0 && n > 0) wait_for<C>(plan.dq_full, n - 1);
+      store_shared(i, dscores);
+    });
+  }
+
+  __forceinline__ void step(int32 n, int32 block) {
+    const bool hides = !sees_all(block);
+    plan.row_ring.wait_full(row_state);
+    wait_for<C>(plan.scores_full, n);
+    tcgen05_fence_after();
+    if (hides) {
+      make_weights<true>(block);
+    } else {
+      make_weights<false>(block);
+    }
+    tcgen05_wait_store();
+    tcgen05_fence_before();
+    arrive_leader<C>(plan.weights_full);
+
+    wait_for<C>(plan.dp_full, n);
+    tcgen05_fence_after();
+    if (hides) {
+      make_dscores<true>(n);
+    } else {
+      make_dscores<false>(n);
+    }
+    tcgen05_wait_store();
+    tcgen05_fence_before();
+    fence_proxy_async_shared();
+    arrive_leader<C>(plan.dscores_full);
+    if constexpr (C.pair) arrive_own(plan.exchange_ready);
+    arrive_own(plan.row_ring.free[row_state.stage]);
+    row_state.advance();
+  }
+
+  // -- The end: keys that exist get their gradients, zero if nobody sees them.
+
+  // 32 columns of this thread's key.
+  __forceinline__ void store_columns(const float (&values)[chunk], void* gradient, int64 at,
+                                     int64 step, int32 count) const {
+#pragma unroll
+    for (int32 i = 0; i < chunk; i += 2) {
+      if (i >= count) return;
+      const bool is_pair = i + 1 < count;
+      if constexpr (C.wide) {
+        static_cast<float*>(gradient)[at + i * step] = values[i];
+        if (is_pair) static_cast<float*>(gradient)[at + (i + 1) * step] = values[i + 1];
+      } else {
+        const uint32 both = pack<C.dtype>(values[i], values[i + 1]);
+        auto* const target = static_cast<uint16*>(gradient) + at + i * step;
+        if (params.paired) {
+          *reinterpret_cast<uint32*>(target) = both;
+        } else {
+          target[0] = static_cast<uint16>(both);
+          if (is_pair) target[step] = static_cast<uint16>(both >> 16);
+        }
+      }
+    }
+  }
+
+  template <int32 width>
+  __forceinline__ void store_gradient(bool computed, TensorAddress from, float factor,
+                                      void* gradient, const int64 (&stride)[4],
+                                      int32 columns) const {
+    const BwdSequence& s = work.sequence;
+    const int64 base_at = s.batch_k * stride[0] + work.head_kv * stride[2];
+#pragma unroll 1
+    for (int32 column = 0; column < width; column += chunk) {
+      float values[chunk];
+      if (computed) {
+        uint32 words[chunk];
+        tcgen05_load_32x32b_x32(words, from + column);
+        tcgen05_wait_load();
+        tcgen05_hold(words);
+#pragma unroll
+        for (int32 i = 0; i < chunk; ++i) values[i] = __uint_as_float(words[i]) * factor;
+      } else {
+#pragma unroll
+        for (int32 i = 0; i < chunk; ++i) values[i] = 0.0f;
+      }
+      // One round, but for keys behind the last sequence, which nobody sees.
+      for (int32 key = work.key_begin + own_key(); key < s.capacity_k;
+           key += params.key_blocks * Plan::keys) {
+        const int64 row = base_at + (static_cast<int64>(s.row_k) + key) * stride[1];
+        store_columns(values, gradient, row + column * stride[3], stride[3], columns - column);
+      }
+    }
+  }
+
+  __forceinline__ void run(int32 steps) {
+    int32 n = 0;
+    for (int32 i = 0; i < params.group_size; ++i) {
+#pragma unroll 1
+      for (int32 block = work.block_begin; block < work.block_end; ++block) step(n++, block);
+    }
+    if (steps > 0) {
+      wait_for<C>(plan.gradients_full, 0);
+      tcgen05_fence_after();
+    }
+    if (warpgroup == 0) {
+      store_gradient<C.head_dim_v>(steps > 0, base + Plan::columns.dv, 1.0f, params.dv,
+                                     params.dv_stride, params.head_dim_v);
+    } else {
+      store_gradient<C.head_dim>(steps > 0, base + Plan::columns.dk, params.scale, params.dk,
+                                 params.dk_stride, params.head_dim);
+    }
+  }
+};
+
+// ---- Role: reduce dq, one warpgroup -------------------------------------------------------------
+
+template <BwdConfig C>
+struct Reduce100 {
+  using Plan = Bwd100Plan<C>;
+  static constexpr int32 unit = core::dq_unit_columns(C);
+  static constexpr int32 units = Plan::columns.dq_width / unit;
+
+  Plan& plan;
+  const BwdParams& params;
+  const Bwd100Work<C>& work;
+  const TensorAddress base;  // this warp's lanes
+  const int32 rank;
+  const bool adds;  // the thread that talks to global memory
+
+  // How many tiles of keys add to a block of rows before this one.
+  __forceinline__ uint32 turn(int32 block) const {
+    constexpr int32 tile_keys = Bwd100Work<C>::tile_keys;
+    const BwdSequence& s = work.sequence;
+    const core::BlockRange keys = core::block_range(
+        core::Window{params.window_left, params.window_right}, s.length_q, s.length_k,
+        block * Plan::rows, min((block + 1) * Plan::rows, s.length_q), tile_keys);
+    const int64 own = work.tile_begin / tile_keys;
+    return static_cast<uint32>(core::last_keys_first(C) ? keys.end - 1 - own : own - keys.begin);
+  }
+
+  __forceinline__ uint32* counter(int64 number) const {
+    return params.turns + number * core::turn_counters(C) + rank;
+  }
+
+  // Waits until those have added: what they wrote comes before what this one adds.
+  __forceinline__ void wait_turn(int64 number, int32 block) {
+    const uint32 before = turn(block);
+    while (load_acquire(counter(number)) != before) {
+    }
+    fence_proxy_async_global();
+  }
+
+  // The additions themselves must be complete, not only their source read, before the next may add.
+  __forceinline__ void pass_turn(int64 number) {
+    bulk_wait<0>();
+    fence_proxy_async_global();
+    add_release(counter(number), 1u);
+  }
+
+  // Tensor memory -> registers -> shared memory: quad j of columns of a lane is word 128 j + lane.
+  __forceinline__ void stage(SharedAddress target, const uint32 (&words)[unit]) {
+#pragma unroll
+    for (int32 j = 0; j < unit / 4; ++j) {
+      store_shared_x4(target + (128 * j + threadIdx.x % 128) * 16,
+                      uint4{words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]});
+    }
+    fence_proxy_async_shared();
+  }
+
+  __forceinline__ void step(int32 n, int64 number, int32 block) {
+    wait_for<C>(plan.dq_full, n);
+    tcgen05_fence_after();
+    if (C.deterministic && adds) wait_turn(number, block);
+    float* const sums =
+        params.dq_sums + number * core::dq_block_floats(C) + rank * (Plan::rows_each * C.head_dim);
+#pragma unroll 1
+    for (int32 i = 0; i < units; ++i) {
+      uint32 words[unit];
+      if constexpr (unit == 32) {
+        tcgen05_load_32x32b_x32(words, base + (Plan::columns.dq + unit * i));
+      } else {
+        tcgen05_load_32x32b_x16(words, base + (Plan::columns.dq + unit * i));
+      }
+      tcgen05_wait_load();
+      tcgen05_hold(words);
+      if (i == units - 1) {
+        tcgen05_fence_before();
+        arrive_leader<C>(plan.dq_free);
+      }
+      if (adds) bulk_wait_read<1>();
+      named_barrier_sync<Plan::unit_barrier, 128>();
+      const SharedAddress place = shared_address(plan.dq[i % 2]);
+      stage(place, words);
+      named_barrier_sync<Plan::unit_barrier, 128>();
+      if (adds) {
+        bulk_reduce_add(sums + i * (unit * 128), place, Plan::unit_bytes);
+        bulk_commit();
+      }
+    }
+    if (C.deterministic && adds) pass_turn(number);
+  }
+
+  __forceinline__ void run() {
+    int32 n = 0;
+    for (int32 i = 0; i < params.group_size; ++i) {
+      const int32 head = work.head_kv * params.group_size + i;
+      const int64 first = first_block<C>(params, work.sequence, head);
+#pragma unroll 1
+      for (int32 block = work.block_begin; block < work.block_end; ++block) {
+        step(n++, first + block, block);
+      }
+    }
+    if (adds) bulk_wait<0>();
+  }
+};
+
+// ---- Role: relay, one thread of each CTA of a pair ----------------------------------------------
+//
+// Sends the peer its half of dS, and tells the leader when this CTA has the half that it needs.
+
+template <BwdConfig C>
+__forceinline__ void relay(Bwd100Plan<C>& plan, int32 rank, int32 steps) {
+  using Plan = Bwd100Plan<C>;
+  const auto peer = static_cast<uint32>(1 - rank);
+  const ClusterAddress target =
+      map_to_rank(shared_address(plan.dscores) + rank * Plan::panel_bytes, peer);
+  const ClusterAddress arrived = map_to_rank(shared_address(&plan.exchange_full), peer);
+#pragma unroll 1
+  for (int32 n = 0; n < steps; ++n) {
+    mbarrier_arrive_expect_bytes(plan.exchange_full, Plan::panel_bytes);
+    wait_for<C>(plan.exchange_ready, n);
+    bulk_copy_remote(target, shared_address(plan.exchange), Plan::panel_bytes, arrived);
+    wait_for<C>(plan.exchange_full, n);
+    mbarrier_arrive_remote(barrier_of(plan.exchanged, 0));
+  }
+}
+
+// ---- Kernel -------------------------------------------------------------------------------------
+
+template <BwdConfig C>
+__forceinline__ void init_barriers(Bwd100Plan<C>& plan) {
+  using Plan = Bwd100Plan<C>;
+  constexpr uint32 ctas = Plan::ctas;
+  plan.q_ring.init(ctas, 1);
+  plan.dout_ring.init(ctas, 1);
+  plan.q_columns_ring.init(ctas, 1);
+  plan.dout_columns_ring.init(ctas, 1);
+  plan.row_ring.init(1, Plan::computing_warps);
+  mbarrier_init(plan.keys_full, Plan::key_tiles * ctas);
+  mbarrier_init(plan.edge_full, 1);
+  mbarrier_init(plan.weights_full, Plan::computing_warps * ctas);
+  mbarrier_init(plan.dscores_full, Plan::computing_warps * ctas);
+  mbarrier_init(plan.dq_free, Plan::reducing_warps * ctas);
+  mbarrier_init(plan.exchange_ready, Plan::computing_warps);
+  mbarrier_init(plan.exchange_full, 1);
+  mbarrier_init(plan.exchanged, ctas);
+  for (Barrier* committed : {&plan.scores_full, &plan.weights_free, &plan.dp_full, &plan.dk_done,
+                             &plan.dq_full, &plan.gradients_full}) {
+    mbarrier_init(*committed, 1);
+  }
+  fence_mbarrier_init();
+}
+
+// All threads of the CTA, or of the pair.
+template <BwdConfig C>
+__forceinline__ void meet() {
+  tcgen05_fence_before();
+  if constexpr (C.pair) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
+  tcgen05_fence_after();
+}
+
+template <BwdConfig C>
+__device__ void bwd_sm100(const BwdParams& params) {
+  using Plan = Bwd100Plan<C>;
+  extern __shared__ __align__(1024) uint8 shared_memory[];
+  Plan& plan = *reinterpret_cast<Plan*>(shared_memory);
+  static_assert(sizeof(Plan) <= core::shared_bytes_sm100(C));
+  static_assert(core::shared_bytes_sm100(C) <= core::shared_limit_bytes);
+
+  const int32 warp = warp_index();
+  const int32 rank = pair_rank<C>();
+  constexpr int32 owner = 15;  // of the tensor memory
+  if (warp == owner) {
+    tcgen05_allocate<Plan::ctas>(&plan.tensor_memory, 512);
+    tcgen05_allocated_all<Plan::ctas>();
+  }
+  if (threadIdx.x == 0) {
+    plan.work.find(params, rank);
+    init_barriers<C>(plan);
+    tma_prefetch_map(&params.q);
+    tma_prefetch_map(&params.dout_map);
+  }
+  meet<C>();
+  const TensorAddress tensor{plan.tensor_memory};
+  const TensorAddress lanes = tensor.lane(32 * (warp % 4));
+  const int32 steps = plan.work.steps(params);
+
+  if (warp < 8) {
+    registers_grow<core::backward_compute_registers>();
+    if (plan.work.exists()) {
+      Compute100Backward<C>{plan, params, plan.work, lanes, rank, warp / 4}.run(steps);
+    }
+  } else if (warp < 12) {
+    registers_shrink<core::backward_reduce_registers>();
+    Reduce100<C>{plan, params, plan.work, lanes, rank, threadIdx.x == 8 * 32}.run();
+  } else {
+    registers_shrink<core::backward_other_registers>();
+    if (warp == 12) {
+      if (rank == 0 && elect_one()) Multiply100Backward<C>{plan, tensor}.run(steps);
+    } else if (warp == 13) {
+      Load100Backward<C>{plan, params, plan.work, rank, elect_one()}.run();
+    } else if (warp == 14) {
+      if constexpr (C.pair) {
+        if (elect_one()) relay<C>(plan, rank, steps);
+      }
+    }
+    __syncwarp();
+  }
+  meet<C>();
+  if (warp == owner) tcgen05_free<Plan::ctas>(tensor, 512);
+}
+
+}  // namespace fovea::device
