@@ -84,9 +84,9 @@ constexpr int32 shared_bytes_sm100(const BwdConfig& c) {
 }
 
 // Registers that setmaxnreg leaves to each thread; two warpgroups compute.
-inline constexpr int32 backward_compute_registers = 160;
-inline constexpr int32 backward_reduce_registers = 96;
-inline constexpr int32 backward_other_registers = 96;
+inline constexpr int32 backward_compute_registers = 176;
+inline constexpr int32 backward_reduce_registers = 80;
+inline constexpr int32 backward_other_registers = 80;
 static_assert(2 * backward_compute_registers + backward_reduce_registers +
                   backward_other_registers ==
               512);

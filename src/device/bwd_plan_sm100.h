@@ -137,7 +137,7 @@ struct Bwd100Plan : Bwd100Halves<C.pair> {
   static_assert(!C.pair || C.head_dim == 128);
 
   static constexpr core::BackwardColumns columns = core::backward_columns(C);
-    // Gradients outlive every step and share columns with nothing.
+  // Gradients outlive every step and share columns with nothing.
   static_assert(!core::overlap(columns.dv, C.head_dim_v, columns.dk, C.head_dim));
   static_assert(!core::overlap(columns.dv, C.head_dim_v, columns.scores, 128));
   static_assert(!core::overlap(columns.dv, C.head_dim_v, columns.dp, 128));

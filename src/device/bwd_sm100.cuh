@@ -47,8 +47,11 @@ struct Multiply100Backward {
   RingState<Plan::query_stages> q_state, q_late_state;  // of the scores, of dk
   RingState<1> state, late_state;                       // of dout; of the columns of q and dout
 
+  // Made anew for each product: those that follow from it are not worth registers all along.
   static __forceinline__ uint64 descriptor(SharedAddress tile, uint32 panel_bytes) {
-    return tcgen05_descriptor(Swizzle::b128, tile.value, panel_bytes, Plan::group_bytes);
+    uint64 made = tcgen05_descriptor(Swizzle::b128, tile.value, panel_bytes, Plan::group_bytes);
+    asm volatile("" : "+l"(made));
+    return made;
   }
 
   static __forceinline__ void multiply(TensorAddress d, uint64 a, uint64 b, uint32 instruction,
@@ -121,8 +124,7 @@ struct Multiply100Backward {
     if (n > 0 && core::dq_over_dp(C)) wait_for<C>(plan.dq_free, n - 1);
     if constexpr (core::dp_over_scores(C)) wait_for<C>(plan.weights_full, n);
     tcgen05_fence_after();
-    keys_by_queries<C.head_dim_v>(columns.dp, shared_address(plan.v),
-                                            shared_address(plan.dout));
+    keys_by_queries<C.head_dim_v>(columns.dp, shared_address(plan.v), shared_address(plan.dout));
     commit<C>(plan.dp_full);
     if constexpr (C.pair) commit<C>(plan.dout_ring.free[0]);
     state.advance();
@@ -468,7 +470,7 @@ struct Compute100Backward {
     }
     if (warpgroup == 0) {
       store_gradient<C.head_dim_v>(steps > 0, base + Plan::columns.dv, 1.0f, params.dv,
-                                     params.dv_stride, params.head_dim_v);
+                                   params.dv_stride, params.head_dim_v);
     } else {
       store_gradient<C.head_dim>(steps > 0, base + Plan::columns.dk, params.scale, params.dk,
                                  params.dk_stride, params.head_dim);

@@ -27,8 +27,6 @@ using core::int64;
 using core::Problem;
 using core::View;
 
-constexpr int32 largest_head_dim = 256;
-
 RowExtents query_extents(const Problem& p) {
   if (p.is_varlen_q()) return {{1, p.total_q, p.heads_q}};
   return {{p.batch, p.seqlen_q, p.heads_q}};
@@ -55,8 +53,7 @@ int64 query_blocks(const Problem& p, const BwdConfig& c) {
 
 int64 key_blocks(const Problem& p, const BwdConfig& c) {
   const int64 blocks = core::ceil_div(p.seqlen_k, core::keys_of(c));
-  return core::round_up(p.total_k > 0 ? std::max<int64>(blocks, 1) : blocks,
-                        int64{c.pair ? 2 : 1});
+  return core::round_up(p.total_k > 0 ? std::max<int64>(blocks, 1) : blocks, int64{c.pair ? 2 : 1});
 }
 
 // Blocks of query rows of all sequences and heads (device/bwd_blocks.h, first_block).
@@ -259,8 +256,8 @@ std::vector<std::string> backward_supports(const Problem& p, const Gradients& g,
   refuse(g.dq.dtype != g.dk.dtype || g.dk.dtype != g.dv.dtype,
          "it writes dq, dk and dv in one dtype, so give them the same");
   // On Blackwell dk and dv stay in tensor memory beside a tile of scores and one of dP.
-  const core::HeadDims largest = is_blackwell(arch) ? core::HeadDims{192, 128}
-                                                    : core::HeadDims{256, 256};
+  const core::HeadDims largest =
+      is_blackwell(arch) ? core::HeadDims{192, 128} : core::HeadDims{256, 256};
   refuse(p.head_dim > largest.qk || p.head_dim_v > largest.v,
          "it takes head dimensions up to " + std::to_string(largest.qk) + " of q and k and " +
              std::to_string(largest.v) + " of v but they are " + std::to_string(p.head_dim) +
@@ -393,8 +390,7 @@ std::string backward_text(const BwdConfig& c, BackwardPart part) {
   if (part == BackwardPart::main) {
     source.instructions = c.tensor_memory ? backward_products_sm100() : products(c);
   }
-  source.call =
-      "fovea::device::" + std::string(text.function) + "<" + config_value(c) + ">";
+  source.call = "fovea::device::" + std::string(text.function) + "<" + config_value(c) + ">";
   return kernel_text(source);
 }
 
@@ -459,7 +455,8 @@ void BackwardKernels::run(const BackwardCall& call, Stream stream) const {
   const RowExtents keys = key_extents(p);
   if (queries.of[0] > 0 && queries.of[1] > 0) {
     params.q = encode_rows(device_, p.q, queries, p.head_dim, core::query_box_rows(config_));
-    params.dout_map = encode_rows(device_, g.dout, queries, p.head_dim_v, core::query_box_rows(config_));
+    params.dout_map =
+        encode_rows(device_, g.dout, queries, p.head_dim_v, core::query_box_rows(config_));
   }
   if (keys.of[0] > 0 && keys.of[1] > 0) {
     params.k = encode_rows(device_, p.k, keys, p.head_dim, core::keys_of(config_));

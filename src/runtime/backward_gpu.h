@@ -1,7 +1,8 @@
 // The backward pass on a GPU: problem -> configuration -> kernel texts -> launches, over the device
 // seam. Three kernels follow each other in the stream: what is needed of each row, dk and dv with
-// the sums of dq, and dq from its sums (device/bwd_rows.cuh, device/bwd_sm90.cuh, device/bwd_sm100.cuh);
-// where they are // asked for, also the gradients of the sinks and of the bias (device/bwd_bias.cuh).
+// the sums of dq, and dq from its sums (device/bwd_rows.cuh, device/bwd_sm90.cuh,
+// device/bwd_sm100.cuh); where they are // asked for, also the gradients of the sinks and of the
+// bias (device/bwd_bias.cuh).
 #pragma once
 
 #include <array>

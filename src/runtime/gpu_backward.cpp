@@ -149,10 +149,10 @@ std::string GpuBackwardPlan::explain() const {
   }
   const core::BwdConfig& config = kernels_->config();
   return text("device     ", device_.properties().name, ", ", device_.properties().sm_count,
-              " multiprocessors\n",                                                     //
+              " multiprocessors\n",  //
               "kernel     ", config.tensor_memory ? "bwd_sm100" : "bwd_sm90",
-              config.pair ? ", CTA pairs\n" : "\n",
-              "tiles      ", core::keys_of(config), " keys x ", core::rows_of(config),  //
+              config.pair ? ", CTA pairs\n" : "\n", "tiles      ", core::keys_of(config),
+              " keys x ", core::rows_of(config),  //
               " rows of queries, head dimensions padded to ", config.head_dim, " and ",
               config.head_dim_v, "\n",                                                    //
               "dq         added ",                                                        //
