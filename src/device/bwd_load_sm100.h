@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/bwd_plan_sm100.h"
+#include "device/bwd_scores.h"
 #include "device/tma.h"
 
 namespace fovea::device {
@@ -21,23 +22,78 @@ struct Load100Backward {
   RingState<1> state;
   RingState<2> row_state;
 
-  // Rows of a tile and its first column; rows outside [begin, end) are cleared: 0 x NaN is NaN.
+  // Rows of a tile and its first column. Rows outside [begin, end) are cleared, and those that bias
+  // or mask hide entirely: 0 x NaN is NaN.
   struct Tile {
     int32 first, column;
     int32 begin, end;
+    const float* lse = nullptr;  // queries: of the first; infinity where nothing is seen
+    bool keys = false;           // keys: looks for unseen ones
   };
 
+  // Whether a row of a tile holds infinity or NaN.
+  __forceinline__ bool is_special(SharedAddress row, int32 panels, uint32 panel_bytes) const {
+    constexpr uint32 exponents = C.dtype == DType::bf16 ? 0x7f807f80u : 0x7c007c00u;
+    bool special = false;
+#pragma unroll 1
+    for (int32 i = 0; i < 8 * panels; ++i) {
+      const uint4 v = load_shared_x4(row + i / 8 * panel_bytes + i % 8 * 16);
+      const uint32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int32 j = 0; j < 4; ++j) {
+        const uint32 held = ~words[j] & exponents;
+        special = special || (held & 0xffffu) == 0 || (held >> 16) == 0;
+      }
+    }
+    return special;
+  }
+
+  // Whether any query of any head sees a key, bias and mask considered.
+  __forceinline__ bool is_seen(int32 key) const {
+    const core::KeyRange rows = rows_that_see<C>(params, work.sequence, key, key + 1);
+    for (int32 i = 0; i < params.group_size; ++i) {
+      const BwdScores<C> of(params, work.sequence, work.head_kv * params.group_size + i);
+#pragma unroll 1
+      for (int32 query = static_cast<int32>(rows.begin); query < rows.end; ++query) {
+        if (of.shows(query, key)) return true;
+      }
+    }
+    return false;
+  }
+
+  // Clears rows of a tile, one lane each; swizzling permutes 16-byte chunks of a row.
   __forceinline__ void clear_rows(SharedAddress target, int32 count, int32 panels,
                                   const Tile& tile) {
-    const int32 chunks = 8 * panels;  // of 16 bytes in a row; swizzling permutes them
+    const uint32 panel_bytes = count * Plan::row_bytes;
 #pragma unroll 1
-    for (int32 i = lane_index(); i < count * chunks; i += 32) {
-      const int32 row = i / chunks;
-      if (tile.first + row >= tile.begin && tile.first + row < tile.end) continue;
-      const int32 panel = (i % chunks) / 8;
-      store_shared_x4(target + (panel * count + row) * Plan::row_bytes + (i % 8) * 16,
-                      uint4{0, 0, 0, 0});
+    for (int32 i = lane_index(); i < count; i += 32) {
+      const SharedAddress row = target + i * Plan::row_bytes;
+      bool clear = tile.first + i < tile.begin || tile.first + i >= tile.end;
+      if constexpr (core::hides_anywhere(C)) {
+        if (tile.lse != nullptr) clear = clear || tile.lse[i] == infinity;
+        // Looked for only where it would do harm.
+        if (tile.keys && !clear) {
+          clear = is_special(row, panels, panel_bytes) && !is_seen(tile.first + i);
+        }
+      }
+#pragma unroll 1
+      for (int32 j = 0; clear && j < 8 * panels; ++j) {
+        store_shared_x4(row + j / 8 * panel_bytes + j % 8 * 16, uint4{0, 0, 0, 0});
+      }
     }
+  }
+
+  // Whether some rows of a tile may have to be cleared; the same in all lanes.
+  __forceinline__ bool has_unseen(const Tile& tile, int32 count) const {
+    bool any = tile.first < tile.begin || tile.first + count > tile.end;
+    if constexpr (core::hides_anywhere(C)) {
+      any = any || tile.keys;
+      if (tile.lse == nullptr) return any;
+#pragma unroll 1
+      for (int32 i = lane_index(); i < count; i += 32) any = any || tile.lse[i] == infinity;
+      any = __any_sync(0xffffffffu, any);
+    }
+    return any;
   }
 
   __forceinline__ void arrive(Barrier& full) {
@@ -53,7 +109,7 @@ struct Load100Backward {
   __forceinline__ void load(SharedAddress target, const TensorMap* map, Barrier& full,
                             const Tile& tile, int32 row, int32 head, int32 batch) {
     constexpr uint32 bytes = panels * count * Plan::row_bytes;
-    const bool clears = tile.first < tile.begin || tile.first + count > tile.end;
+    const bool clears = has_unseen(tile, count);
     if (leader) {
       if (clears || !C.pair) {
         mbarrier_arrive_expect_bytes(clears ? plan.edge_full : full, bytes);
@@ -87,15 +143,16 @@ struct Load100Backward {
   __forceinline__ void load_keys() {
     const BwdSequence& s = work.sequence;
     const Tile as_is{work.key_begin, 0, 0, all_rows};
-    const Tile seen{work.key_begin, 0, work.seen_begin, work.seen_end};
+    const Tile seen{work.key_begin, 0, work.seen_begin, work.seen_end, nullptr, true};
     load<Plan::keys, Plan::panels_qk, Plan::keys>(shared_address(plan.k), &params.k, plan.keys_full,
                                                   C.pair ? as_is : seen, s.row_k, work.head_kv,
                                                   s.batch_k);
     load<Plan::keys, Plan::panels_v, Plan::keys>(shared_address(plan.v), &params.v, plan.keys_full,
                                                  as_is, s.row_k, work.head_kv, s.batch_k);
     if constexpr (C.pair) {
-      const Tile columns{work.tile_begin, rank * core::panel_columns, work.seen_begin,
-                         work.seen_end};
+      const Tile columns{work.tile_begin, rank * core::panel_columns,
+                         work.seen_begin, work.seen_end,
+                         nullptr,         true};
       load<2 * Plan::keys, 1, Plan::keys>(shared_address(plan.k_columns), &params.k, plan.keys_full,
                                           columns, s.row_k, work.head_kv, s.batch_k);
     }
@@ -118,11 +175,13 @@ struct Load100Backward {
   }
 
   // In the order in which products take them. dk takes q last, after the scores of the next block.
-  __forceinline__ void load_block(int32 head, int32 block) {
+  __forceinline__ void load_block(int32 head, int32 block, int64 number) {
     const BwdSequence& s = work.sequence;
-    const Tile own{block * Plan::rows + rank * Plan::rows_each, 0, work.row_begin, work.row_end};
-    const Tile columns{block * Plan::rows, rank * core::panel_columns, work.row_begin,
-                       work.row_end};
+    const float* lse = params.lse_log2 + number * Plan::rows;
+    const Tile own{block * Plan::rows + rank * Plan::rows_each, 0, work.row_begin, work.row_end,
+                   lse + rank * Plan::rows_each};
+    const Tile columns{block * Plan::rows, rank * core::panel_columns, work.row_begin, work.row_end,
+                       lse};
     wait_free<C>(plan.q_ring, q_state);
     load<Plan::rows_each, Plan::panels_qk, Plan::rows_each>(
         shared_address(plan.q[q_state.stage]), &params.q, plan.q_ring.full[q_state.stage], own,
@@ -154,7 +213,7 @@ struct Load100Backward {
 #pragma unroll 1
       for (int32 block = work.block_begin; block < work.block_end; ++block) {
         load_numbers(first + block);
-        load_block(head, block);
+        load_block(head, block, first + block);
       }
     }
   }

@@ -20,7 +20,7 @@
 
 #include "device/bwd_load_sm100.h"
 #include "device/bwd_plan_sm100.h"
-#include "device/scores.h"
+#include "device/bwd_scores.h"
 
 namespace fovea::device {
 
@@ -224,7 +224,8 @@ struct Compute100Backward {
   const int32 rank;
   const int32 warpgroup;
   RingState<2> row_state;
-  uint32 weights[2][chunk / 2];  // P of the two chunks, as dv takes it
+  using Packed = uint32[chunk / 2];
+  Packed kept[2];  // of the two chunks: P, times the derivative of the logits where it is not 1
 
   __forceinline__ int32 own_key() const { return static_cast<int32>(threadIdx.x % 128); }
   __forceinline__ int32 chunk_of(int32 i) const { return warpgroup + 2 * i; }
@@ -287,7 +288,8 @@ struct Compute100Backward {
 
   // P, of which hidden elements become zero by selection, whatever they were.
   template <bool hides>
-  __forceinline__ void exponentiate(int32 i, const uint32 (&scores)[chunk], const Visible& seen) {
+  __forceinline__ void exponentiate(int32 i, const uint32 (&scores)[chunk], const Visible& seen,
+                                    Packed& weights) {
     const float2 scale{params.scale_log2, params.scale_log2};
     const int32 first = chunk * chunk_of(i);
 #pragma unroll
@@ -304,16 +306,82 @@ struct Compute100Backward {
         float high = exp2_approximate(x[h].y);
         if (hides && !seen.sees(first + j + 2 * h)) low = 0.0f;
         if (hides && !seen.sees(first + j + 2 * h + 1)) high = 0.0f;
-        weights[i][j / 2 + h] = pack<C.dtype>(low, high);
+        weights[j / 2 + h] = kept[i][j / 2 + h] = pack<C.dtype>(low, high);
       }
     }
+  }
+
+  // Which of queries query .. query + 3 dropout takes from this thread's key, a bit each. Four
+  // lanes hold four neighbouring keys, which share random words: each draws those of one query.
+  __forceinline__ uint32 dropped(const BwdScores<C>& of, int32 query) const {
+    const int32 own = lane_index() % 4;
+    const core::Philox4 drawn = of.words(query + own, (work.key_begin + own_key()) / 4);
+    uint32 bits = 0;
+#pragma unroll
+    for (int32 step = 0; step < 4; ++step) {
+      const int32 other = own ^ step;
+      const uint32 low = other % 2 == 0 ? drawn.word[0] : drawn.word[1];
+      const uint32 high = other % 2 == 0 ? drawn.word[2] : drawn.word[3];
+      const uint32 word = __shfl_xor_sync(0xffffffffu, other < 2 ? low : high, step);
+      bits |= static_cast<uint32>(word < params.dropout_threshold) << other;
+    }
+    return bits;
+  }
+
+  // The same where scores are modified. What is kept has its sign set where dropout takes the
+  // weight.
+  __forceinline__ void exponentiate_modified(int32 i, const uint32 (&scores)[chunk],
+                                             const Visible& seen, const BwdScores<C>& of,
+                                             int32 block, Packed& weights) {
+    const int32 first = chunk * chunk_of(i);
+    const int32 key = work.key_begin + own_key();
+#pragma unroll
+    for (int32 j = 0; j < chunk; j += 4) {
+      const float4 numbered = numbers(plan.lse_log2[row_state.stage], first + j);
+      const float lse[4] = {numbered.x, numbered.y, numbered.z, numbered.w};
+      const int32 query = block * Plan::rows + first + j;
+      uint32 bits = 0;
+      if constexpr (C.has_dropout) bits = dropped(of, query);
+      float weight[4];
+      float slope[4];
+#pragma unroll
+      for (int32 e = 0; e < 4; ++e) {
+        const float2 x = of.score(__uint_as_float(scores[j + e]), query + e, key);
+        weight[e] = exp2_approximate(x.x - lse[e]);
+        if (!seen.sees(first + j + e) || x.x == -infinity) weight[e] = 0.0f;
+        slope[e] = weight[e] * x.y;
+        if constexpr (C.has_dropout) {
+          weight[e] = (bits >> e & 1u) != 0 ? 0.0f : weight[e] * params.keep_scale;
+        }
+      }
+#pragma unroll
+      for (int32 h = 0; h < 2; ++h) {
+        const uint32 packed = pack<C.dtype>(weight[2 * h], weight[2 * h + 1]);
+        uint32 copy = packed;
+        if constexpr (C.has_softcap || C.has_dropout) {
+          const uint32 taken = bits >> 2 * h;
+          copy = pack<C.dtype>(slope[2 * h], slope[2 * h + 1]) | (taken & 1u) << 15 |
+                 (taken & 2u) << 30;
+        }
+        weights[j / 2 + h] = packed;
+        kept[i][j / 2 + h] = copy;
+      }
+    }
+  }
+
+  // dP of two elements through dropout.
+  __forceinline__ float2 passed(float2 dweights, uint32 word) const {
+    if constexpr (C.has_dropout) {
+      dweights.x = (word & 0x8000u) != 0 ? 0.0f : dweights.x * params.keep_scale;
+      dweights.y = (word & 0x80000000u) != 0 ? 0.0f : dweights.y * params.keep_scale;
+    }
+    return dweights;
   }
 
   // dS = P (dP - delta), of P as dv takes it. Zero where P is, if anything is hidden: what dP holds
   // there is garbage.
   template <bool hides>
-  __forceinline__ void differentiate(int32 i, const uint32 (&dp)[chunk],
-                                     uint32 (&dscores)[chunk / 2]) {
+  __forceinline__ void differentiate(int32 i, const uint32 (&dp)[chunk], Packed& dscores) {
     const int32 first = chunk * chunk_of(i);
 #pragma unroll
     for (int32 j = 0; j < chunk; j += 4) {
@@ -321,9 +389,11 @@ struct Compute100Backward {
       const float2 of[2] = {{-delta.x, -delta.y}, {-delta.z, -delta.w}};
 #pragma unroll
       for (int32 h = 0; h < 2; ++h) {
-        const float2 weight = unpack<C.dtype>(weights[i][j / 2 + h]);
-        const float2 difference =
-            add_f32x2({__uint_as_float(dp[j + 2 * h]), __uint_as_float(dp[j + 2 * h + 1])}, of[h]);
+        const uint32 word = kept[i][j / 2 + h];
+        const float2 weight = unpack<C.dtype>(C.has_dropout ? word & 0x7fff7fffu : word);
+        const float2 dweight =
+            passed({__uint_as_float(dp[j + 2 * h]), __uint_as_float(dp[j + 2 * h + 1])}, word);
+        const float2 difference = add_f32x2(dweight, of[h]);
         float2 product = multiply_f32x2(weight, difference);
         if (hides && weight.x == 0.0f) product.x = 0.0f;
         if (hides && weight.y == 0.0f) product.y = 0.0f;
@@ -334,7 +404,7 @@ struct Compute100Backward {
 
   // dS^T as it is, [key][query]: operand A of dq, MN-major. In a pair the half of the rows that is
   // the peer's waits to be sent.
-  __forceinline__ void store_shared(int32 i, const uint32 (&dscores)[chunk / 2]) {
+  __forceinline__ void store_shared(int32 i, const Packed& dscores) {
     const int32 half = chunk_of(i) / 2;
     SharedAddress panel = shared_address(plan.dscores);
     if constexpr (C.pair) {
@@ -352,19 +422,25 @@ struct Compute100Backward {
   }
 
   template <bool hides>
-  __forceinline__ void make_weights(int32 block) {
+  __forceinline__ void make_weights(int32 head, int32 block) {
     const Visible seen = visible(block);
+    const BwdScores<C> of(params, work.sequence, head);
     stream(Plan::columns.scores, [&](int32 i, const uint32(&words)[chunk]) {
-      exponentiate<hides>(i, words, seen);
+      Packed weights;
+      if constexpr (core::modifies_backward(C)) {
+        exponentiate_modified(i, words, seen, of, block, weights);
+      } else {
+        exponentiate<hides>(i, words, seen, weights);
+      }
       tcgen05_store_32x32b_x16(base + (Plan::columns.scores + core::weight_column(chunk_of(i))),
-                               weights[i]);
+                               weights);
     });
   }
 
   template <bool hides>
   __forceinline__ void make_dscores(int32 n) {
     stream(Plan::columns.dp, [&](int32 i, const uint32(&words)[chunk]) {
-      uint32 dscores[chunk / 2];
+      Packed dscores;
       differentiate<hides>(i, words, dscores);
       tcgen05_store_32x32b_x16(base + (Plan::columns.dp + core::weight_column(chunk_of(i))),
                                dscores);
@@ -374,15 +450,15 @@ struct Compute100Backward {
     });
   }
 
-  __forceinline__ void step(int32 n, int32 block) {
-    const bool hides = !sees_all(block);
+  __forceinline__ void step(int32 n, int32 head, int32 block) {
+    const bool hides = core::modifies_backward(C) || !sees_all(block);
     plan.row_ring.wait_full(row_state);
     wait_for<C>(plan.scores_full, n);
     tcgen05_fence_after();
     if (hides) {
-      make_weights<true>(block);
+      make_weights<true>(head, block);
     } else {
-      make_weights<false>(block);
+      make_weights<false>(head, block);
     }
     tcgen05_wait_store();
     tcgen05_fence_before();
@@ -462,7 +538,9 @@ struct Compute100Backward {
     int32 n = 0;
     for (int32 i = 0; i < params.group_size; ++i) {
 #pragma unroll 1
-      for (int32 block = work.block_begin; block < work.block_end; ++block) step(n++, block);
+      for (int32 block = work.block_begin; block < work.block_end; ++block) {
+        step(n++, work.head_kv * params.group_size + i, block);
+      }
     }
     if (steps > 0) {
       wait_for<C>(plan.gradients_full, 0);

@@ -1,5 +1,5 @@
 // The one case list through the backward pass on a GPU. FOVEA_TEST_DEVICE=cuda runs every case on a
-// GPU. Otherwise a sample runs on the emulated Hopper chip with its checks on, in two orders of
+// GPU. Otherwise a sample runs on each emulated chip with its checks on, in two orders of
 // asynchronous work: gradients must match the oracle in both, and agree to the bit where they are
 // asked to be deterministic. FOVEA_TEST_SEED takes another sample, FOVEA_TEST_SAMPLE a larger one.
 #include <gtest/gtest.h>
@@ -18,7 +18,12 @@ namespace {
 
 bool on_cuda() { return test_device() == Device::cuda; }
 
-Device gpu_device() { return on_cuda() ? Device::cuda : Device::emulated_sm90a; }
+struct DeviceCase {
+  Device device;
+  CaseSpec spec;
+};
+
+std::ostream& operator<<(std::ostream& out, const DeviceCase& c) { return out << c.spec.name; }
 
 // Rows x keys, padded to tiles: what the emulator's time goes with.
 Index cost(const CaseSpec& s) {
@@ -32,27 +37,29 @@ std::uint64_t from_environment(const char* name, std::uint64_t otherwise) {
 }
 
 // Of the case list, what the kernels take by their documentation.
-bool is_documented(const CaseSpec& s) {
+bool is_documented(Device device, const CaseSpec& s) {
   const bool same = !s.out_dtype || *s.out_dtype == s.dtype;
-  return s.dtype != DType::f32 && same && s.d <= 256 && s.dv <= 256 && !is_paged(s);
+  const bool narrow =
+      device == Device::emulated_sm100a ? s.d <= 192 && s.dv <= 128 : s.d <= 256 && s.dv <= 256;
+  return s.dtype != DType::f32 && same && narrow && !is_paged(s);
 }
 
-std::vector<CaseSpec> selected() {
+std::vector<DeviceCase> selected(Device device) {
   std::vector<CaseSpec> able[2];  // the random mixtures, where features meet, and all others
   for (const CaseSpec& spec : all_cases()) {
-    if (!is_documented(spec) || (!on_cuda() && cost(spec) > 6 * 128 * 256)) continue;
+    if (!is_documented(device, spec) || (!on_cuda() && cost(spec) > 6 * 128 * 256)) continue;
     able[spec.name.starts_with("mixture") ? 0 : 1].push_back(spec);
   }
   // Each case is some kernels of its own to compile, a few seconds; the sample bounds the whole.
   const std::uint64_t sample =
       on_cuda() ? able[0].size() + able[1].size() : from_environment("FOVEA_TEST_SAMPLE", 8);
-  Random random(from_environment("FOVEA_TEST_SEED", 1));
-  std::vector<CaseSpec> chosen;
+  Random random(from_environment("FOVEA_TEST_SEED", 1) + static_cast<std::uint64_t>(device));
+  std::vector<DeviceCase> chosen;
   while (chosen.size() < sample && able[0].size() + able[1].size() > 0) {
     std::vector<CaseSpec>& turn = able[chosen.size() % 2];
     std::vector<CaseSpec>& list = turn.empty() ? able[1 - chosen.size() % 2] : turn;
     const auto at = list.begin() + random.below(static_cast<Index>(list.size()));
-    chosen.push_back(*at);
+    chosen.push_back({device, *at});
     list.erase(at);
   }
   return chosen;
@@ -62,17 +69,17 @@ void emulate(runtime::EmulationOptions::Order order, std::uint64_t seed) {
   runtime::set_emulation({.order = order, .seed = seed, .checks = true});
 }
 
-class GpuBackwardCases : public ::testing::TestWithParam<CaseSpec> {};
+class GpuBackwardCases : public ::testing::TestWithParam<DeviceCase> {};
 
 TEST_P(GpuBackwardCases, MatchesTheOracle) {
   using Order = runtime::EmulationOptions::Order;
-  const CaseSpec& spec = GetParam();
+  const CaseSpec& spec = GetParam().spec;
   SCOPED_TRACE(describe(spec));
   // Every other case has a gradient of lse, every third one is deterministic, or wide.
   const std::size_t mark = std::hash<std::string>()(spec.name);
   BackwardCall backward(spec, {.dlse = mark % 2 == 0, .wide = mark % 3 == 0});
   backward.call.device = Device::cpu;
-  backward.device = gpu_device();
+  backward.device = GetParam().device;
   backward.call.problem.deterministic = mark % 3 == 1;
   backward.call.poison_unseen();
   emulate(Order::lazy, 0);
@@ -88,22 +95,31 @@ TEST_P(GpuBackwardCases, MatchesTheOracle) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Some, GpuBackwardCases, ::testing::ValuesIn(selected()),
-                         [](const auto& instance) { return instance.param.name; });
+INSTANTIATE_TEST_SUITE_P(Some, GpuBackwardCases,
+                         ::testing::ValuesIn(selected(on_cuda() ? Device::cuda
+                                                                : Device::emulated_sm90a)),
+                         [](const auto& instance) { return instance.param.spec.name; });
+INSTANTIATE_TEST_SUITE_P(Blackwell, GpuBackwardCases,
+                         ::testing::ValuesIn(on_cuda() ? std::vector<DeviceCase>{}
+                                                       : selected(Device::emulated_sm100a)),
+                         [](const auto& instance) { return instance.param.spec.name; });
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(GpuBackwardCases);
 
 // plan_backward() takes every case but those that the documentation excepts, and says why not.
 TEST(GpuBackwardRefusals, AreTheDocumentedOnes) {
   if (on_cuda()) GTEST_SKIP() << "plans for the emulated chip";
-  for (const CaseSpec& spec : all_cases()) {
-    if (is_documented(spec) || cost(spec) > 6 * 128 * 128) continue;
-    SCOPED_TRACE(describe(spec));
-    BackwardCall backward(spec);
-    backward.call.device = Device::cpu;
-    Options options;
-    options.device = gpu_device();
-    EXPECT_THROW(
-        static_cast<void>(plan_backward(backward.call.problem, backward.gradients, options)),
-        Unsupported);
+  for (const Device device : {Device::emulated_sm90a, Device::emulated_sm100a}) {
+    for (const CaseSpec& spec : all_cases()) {
+      if (is_documented(device, spec) || cost(spec) > 6 * 128 * 128) continue;
+      SCOPED_TRACE(describe(spec));
+      BackwardCall backward(spec);
+      backward.call.device = Device::cpu;
+      Options options;
+      options.device = device;
+      EXPECT_THROW(
+          static_cast<void>(plan_backward(backward.call.problem, backward.gradients, options)),
+          Unsupported);
+    }
   }
 }
 
