@@ -415,7 +415,7 @@ Step run_wait(Warp& warp, const Inst& inst) {
   const bool patient = inst.mode == mode_try;
   if (patient && complete == 0) {
     const bool whim = warp.launch->schedule.policy == Policy::random && !warp.fragment().blocked &&
-                      cluster.random() % 8 == 0;
+                      !cluster.idle() && cluster.random() % 8 == 0;
     if (!cluster.failing_waits && !whim) {
       warp.fragment().token = uniform && awaited != nullptr ? awaited->phase + 1 : 0;
       return Step::blocked;

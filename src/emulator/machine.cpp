@@ -12,6 +12,8 @@ namespace {
 // be needed. After kSpinLimit warp instructions of that, nobody will ever help.
 constexpr u64 kIdleRounds = 64;
 constexpr u64 kSpinLimit = 10'000'000;
+// Answers "not yet" of try_wait in a row that bring nobody on are no polling: it is a deadlock.
+constexpr u32 kFailedWaits = 1024;
 
 u64 align_up(u64 value, u64 to) { return (value + to - 1) / to * to; }
 
@@ -335,7 +337,7 @@ void run_grid(Launch& launch) {
     for (auto& cluster : running) {
       if (!cluster->round()) continue;
       worked = true;
-      if (cluster->idle_rounds < kIdleRounds) busy = true;
+      if (!cluster->idle()) busy = true;
       if (launch.stopped) break;
     }
     for (std::size_t i = 0; i < running.size();) {
@@ -347,7 +349,10 @@ void run_grid(Launch& launch) {
       running.erase(running.begin() + static_cast<std::ptrdiff_t>(i));
       busy = true;
     }
-    if (busy) launch.last_busy = launch.steps;
+    if (busy) {
+      launch.last_busy = launch.steps;
+      for (auto& cluster : running) cluster->failed_waits = 0;  // it may be another's turn to help
+    }
     if (busy || launch.stopped || running.empty()) continue;
     if (launch.next_cluster < launch.clusters && running.size() < limit) {
       start();
@@ -403,6 +408,8 @@ bool Cluster::run_pending(std::size_t at_most) {
   return any;
 }
 
+bool Cluster::idle() const { return idle_rounds >= kIdleRounds; }
+
 bool Cluster::round() {
   if (finished) return false;
   std::vector<Warp*> order;
@@ -439,17 +446,19 @@ bool Cluster::round() {
   }
   // Spinning on memory or test_wait changes nothing that others see.
   idle_rounds = changes + stores == changes_before ? idle_rounds + 1 : 0;
-  if (worked && idle_rounds < kIdleRounds) {
+  if (worked && !idle()) {
     failing_waits = false;
     return true;
   }
   if (run_pending(1)) return true;
-  if (!failing_waits && failed_waits < 1024) {
+  const bool may_poll = failed_waits < kFailedWaits;
+  if (!failing_waits && may_poll) {
     // try_wait may give up; a program that polls several barriers counts on it.
     failing_waits = true;
     changed();
     return true;
   }
+  if (!may_poll) failing_waits = false;
   return worked;
 }
 

@@ -274,12 +274,13 @@ struct Cluster {
   bool finished = false;
   bool cancel_failed = false;  // it has seen that no launch is left to cancel
   bool failing_waits = false;  // try_wait may answer false: nothing else can make progress
-  u32 failed_waits = 0;
+  u32 failed_waits = 0;        // since something happened in the grid
   u64 idle_rounds = 0;
 
   void enqueue(std::unique_ptr<AsyncOp> op, Warp& warp, const Inst& inst, int lane);
   bool run_pending(std::size_t at_most);
-  bool round();  // false when the cluster is finished or stuck
+  bool round();       // false when the cluster is finished or stuck
+  bool idle() const;  // for long nothing has happened that others could see
   void changed() { ++changes; }
   Cta* cta_of(u64 shared_address);
 };

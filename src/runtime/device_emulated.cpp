@@ -38,7 +38,11 @@ emulator::Dim3 convert(const Dim3& d) { return {d.x, d.y, d.z}; }
 class EmulatedDevice final : public Device {
  public:
   EmulatedDevice(std::string_view arch, const EmulationOptions& options)
-      : machine_(translate([&] { return emulator::find_chip(arch); })) {
+      : machine_(translate([&] {
+          emulator::Chip chip = emulator::find_chip(arch);
+          if (options.sm_count > 0) chip.sm_count = options.sm_count;
+          return chip;
+        })) {
     const emulator::Chip& chip = machine_.chip();
     properties_.name = chip.name + " (emulated)";
     properties_.arch = chip.arch;
