@@ -1,10 +1,11 @@
 // How long the emulator takes for one CTA of the forward kernel: 128 queries, 8 blocks of 128 keys,
 // head dimension 128, bf16. CPU time of one launch on one core, the best of twenty.
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <ctime>
-#include <exception>
 #include <vector>
 
 #include "core/numeric.h"
@@ -12,9 +13,8 @@
 #include "runtime/forward_gpu.h"
 #include "runtime/jit.h"
 
+namespace fovea::tests {
 namespace {
-
-using namespace fovea;
 
 constexpr core::int32 queries = 128, keys = 1024, head_dim = 128;
 
@@ -84,15 +84,12 @@ double best_launch(bool checks) {
   return best;
 }
 
-}  // namespace
-
-int main() {
-  try {
-    std::printf("checks off %6.1f ms\n", best_launch(false));
-    std::printf("checks on  %6.1f ms\n", best_launch(true));
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "emulator_speed: %s\n", error.what());
-    return 1;
-  }
-  return 0;
+TEST(EmulatorSpeed, OneCtaOfAttentionIsWithinItsFloor) {
+  const double off = best_launch(false), on = best_launch(true);
+  std::printf("checks off %.1f ms, on %.1f ms\n", off, on);
+  EXPECT_LE(off, 20.0);
+  EXPECT_LE(on, 100.0);
 }
+
+}  // namespace
+}  // namespace fovea::tests
