@@ -89,6 +89,7 @@ constexpr int32 out_box_rows(const FwdConfig&) { return 16; }
 constexpr int32 threads_of(const FwdConfig& c) { return 128 * (c.warpgroups + 1); }
 constexpr int32 ctas_of(const FwdConfig& c) { return c.cluster; }  // that share keys
 constexpr int32 key_rows_of(const FwdConfig& c) { return c.tile_k / c.cluster; }
+constexpr int32 value_rows_of(const FwdConfig& c) { return key_rows_of(c); }
 
 // Dynamic shared memory: q, the rings of k and v, out where it is apart, barriers.
 constexpr int32 shared_bytes(const FwdConfig& c) {

@@ -1,6 +1,7 @@
 // What the forward kernel for Blackwell is specialised on (device/fwd_sm100.cuh), and what a
 // specialisation costs. Fields that both chips' kernels have are named as in FwdConfig; parameters
-// are FwdParams, with boxes of the maps q {64, 128}, k and v {64, tile_k}, out {64, 128}.
+// are FwdParams, with boxes of the maps q {64, 128}, k {64, key_rows_of}, v {64, tile_k}, out
+// {64, 128}.
 #pragma once
 
 #include "core/config.h"
@@ -38,6 +39,13 @@ struct Fwd100Config {
   // Counts on products being executed in the order of issue. The manual promises that only for
   // products into one accumulator; without it the next scores wait for the weights' product.
   bool issue_order = false;
+  // Two CTAs share their products: each brings its own query tiles and half of each tile of keys
+  // and values. For keys that all rows see (is_dense()), and head_dim_v a multiple of 128.
+  bool cta_pair = false;
+  // Further tiles come from the hardware's queue of CTAs that have not started, not from a counter.
+  bool launch_control = false;
+  // sm_103a: tensor memory gives the largest of the scores together with them.
+  bool max_with_load = false;
   bool operator==(const Fwd100Config&) const = default;
 };
 
@@ -54,8 +62,11 @@ constexpr bool rows_differ(const Fwd100Config& c) {
 }
 constexpr DType stored_dtype(const Fwd100Config& c) { return c.split ? DType::f32 : c.out_dtype; }
 constexpr int32 rows_of(const Fwd100Config& c) { return query_tile_rows * c.query_tiles; }
-constexpr int32 ctas_of(const Fwd100Config&) { return 1; }
-constexpr int32 key_rows_of(const Fwd100Config& c) { return c.tile_k; }
+constexpr int32 ctas_of(const Fwd100Config& c) { return c.cta_pair ? 2 : 1; }
+// Every row of a tile visits the same keys, in one piece.
+constexpr bool is_dense(const Fwd100Config& c) {
+  return !is_windowed(c) && !c.ragged && !c.packed && !c.split && c.source == Source::tma;
+}
 constexpr int32 query_box_rows(const Fwd100Config&) { return query_tile_rows; }
 constexpr int32 out_box_rows(const Fwd100Config&) { return query_tile_rows; }
 // A warpgroup of softmax for each query tile, one for corrections, and one of single warps.
@@ -86,9 +97,14 @@ constexpr int32 shared_bytes_but_stages(const Fwd100Config& c) {
   const int32 out = c.out_apart ? panels(c.head_dim_v) : 0;
   return c.query_tiles * (panels(c.head_dim) + out) * panel + 3072;
 }
+// What a CTA loads of a tile: of keys its rows, of values its columns.
+constexpr int32 key_rows_of(const Fwd100Config& c) { return c.tile_k / ctas_of(c); }
+constexpr int32 value_rows_of(const Fwd100Config& c) { return c.tile_k; }
+constexpr int32 value_columns_of(const Fwd100Config& c) { return c.head_dim_v / ctas_of(c); }
 constexpr int32 stage_bytes(const Fwd100Config& c) {
-  const int32 wider = c.head_dim > c.head_dim_v ? c.head_dim : c.head_dim_v;
-  return c.tile_k * panels(wider) * 2 * panel_columns;
+  const int32 keys = key_rows_of(c) * panels(c.head_dim);
+  const int32 values = c.tile_k * panels(value_columns_of(c));
+  return (keys > values ? keys : values) * 2 * panel_columns;
 }
 constexpr int32 shared_bytes(const Fwd100Config& c) {
   return shared_bytes_but_stages(c) + c.stages * stage_bytes(c);

@@ -13,12 +13,33 @@ struct Load100 {
   Plan& plan;
   const FwdParams& params;
   const bool leader;
+  const uint32 rank = pair_rank<C>();
   RingState<C.stages> state;
   RingState<1> q_states[C.query_tiles];
   RingState<2> tile_state;
+  RingState<1> next_state;
   int32 edges = 0;                     // stages of values cleared so far
   int32 edge_stage = -1;               // the one that has to be
   int32 edge_begin = 0, edge_end = 0;  // its keys that are seen
+
+  // One copy of a tile's; in a pair its bytes count in the first CTA.
+  template <int dimensions>
+  static __forceinline__ void copy(SharedAddress target, const TensorMap* map, Barrier& full,
+                                   const int32 (&at)[dimensions], CachePolicy policy) {
+    if constexpr (C.cta_pair) {
+      tma_load_pair(target, map, of_first_cta<C>(full), at, policy);
+    } else {
+      tma_load(target, map, full, at, policy);
+    }
+  }
+
+  static __forceinline__ void expect(Barrier& full, uint32 bytes) {
+    if constexpr (C.cta_pair) {
+      mbarrier_arrive_expect_bytes_remote(of_first_cta<C>(full), bytes);
+    } else {
+      mbarrier_arrive_expect_bytes(full, bytes);
+    }
+  }
 
   __forceinline__ void load_q(const Fwd100Tile& tile) {
 #pragma unroll
@@ -27,18 +48,18 @@ struct Load100 {
       plan.q_ring[t].wait_free(q_states[t]);
       const int32 row = tile.row_q + tile.q_begin + queries_per_tile<C>(params) / C.query_tiles * t;
       if (leader) {
-        plan.q_ring[t].expect(q_states[t], Plan::q_bytes);
+        expect(plan.q_ring[t].full[0], Plan::q_bytes);
         const CachePolicy once = cache_policy_evict_first();
 #pragma unroll
         for (int32 panel = 0; panel < Plan::panels_qk; ++panel) {
           const SharedAddress target = shared_address(plan.q[t]) + panel * Plan::panel_bytes;
           const int32 column = panel * core::panel_columns;
           if constexpr (C.packed) {
-            tma_load(target, &params.q, plan.q_ring[t].full[0],
-                     {column, 0, row, tile.head_kv, tile.batch_q}, once);
+            copy(target, &params.q, plan.q_ring[t].full[0],
+                 {column, 0, row, tile.head_kv, tile.batch_q}, once);
           } else {
-            tma_load(target, &params.q, plan.q_ring[t].full[0],
-                     {column, row, tile.head, tile.batch_q}, once);
+            copy(target, &params.q, plan.q_ring[t].full[0], {column, row, tile.head, tile.batch_q},
+                 once);
           }
         }
       }
@@ -47,11 +68,11 @@ struct Load100 {
   }
 
   // A tile of keys or values: a copy for each panel, or one for each panel and page, by a lane
-  // each.
-  template <int32 panel_count>
+  // each. From (column, row) of the tile on, which are zero but for the second CTA of a pair.
+  template <int32 panel_count, uint32 panel_bytes>
   __forceinline__ void load_panels(const TensorMap* map, Barrier& full, const Fwd100Tile& tile,
-                                   int32 block) {
-    if (leader) mbarrier_arrive_expect_bytes(full, panel_count * Plan::panel_bytes);
+                                   int32 block, int32 first_column, int32 first_row) {
+    if (leader) expect(full, panel_count * panel_bytes);
     const CachePolicy again = cache_policy_evict_last();
     if constexpr (C.source == Source::paged) {
       const int32 box = params.page_box;
@@ -66,7 +87,7 @@ struct Load100 {
       const int32 row = key - page * params.page_size;
 #pragma unroll
       for (int32 panel = 0; panel < panel_count; ++panel) {
-        tma_load(shared_address(plan.keys[state.stage]) + panel * Plan::panel_bytes +
+        tma_load(shared_address(plan.keys[state.stage]) + panel * panel_bytes +
                      static_cast<uint32>(lane * box) * Plan::row_bytes,
                  map, full, {panel * core::panel_columns, row, tile.head_kv, batch}, again);
       }
@@ -75,16 +96,18 @@ struct Load100 {
     if (!leader) return;
 #pragma unroll
     for (int32 panel = 0; panel < panel_count; ++panel) {
-      tma_load(
-          shared_address(plan.keys[state.stage]) + panel * Plan::panel_bytes, map, full,
-          {panel * core::panel_columns, tile.row_k + block * C.tile_k, tile.head_kv, tile.batch_k},
-          again);
+      copy(shared_address(plan.keys[state.stage]) + panel * panel_bytes, map, full,
+           {first_column + panel * core::panel_columns, tile.row_k + block * C.tile_k + first_row,
+            tile.head_kv, tile.batch_k},
+           again);
     }
   }
 
   __forceinline__ void load_keys(const Fwd100Tile& tile, int32 block) {
     plan.key_ring.wait_free(state);
-    load_panels<Plan::panels_qk>(&params.k, plan.key_ring.full[state.stage], tile, block);
+    load_panels<Plan::panels_qk, Plan::key_panel_bytes>(
+        &params.k, plan.key_ring.full[state.stage], tile, block, 0,
+        static_cast<int32>(rank) * core::key_rows_of(C));
     state.advance();
   }
 
@@ -96,14 +119,19 @@ struct Load100 {
       edge_begin = max(0, tile.key_begin - block * C.tile_k);
       edge_end = min(C.tile_k, tile.key_end - block * C.tile_k);
       if (edge_begin > 0 || edge_end < C.tile_k) {
-        load_panels<Plan::panels_v>(&params.v, plan.edge_full, tile, block);
+        load_value_panels(plan.edge_full, tile, block);
         edge_stage = state.stage;
         state.advance();
         return;
       }
     }
-    load_panels<Plan::panels_v>(&params.v, plan.key_ring.full[state.stage], tile, block);
+    load_value_panels(plan.key_ring.full[state.stage], tile, block);
     state.advance();
+  }
+
+  __forceinline__ void load_value_panels(Barrier& full, const Fwd100Tile& tile, int32 block) {
+    load_panels<Plan::panels_loaded, Plan::panel_bytes>(
+        &params.v, full, tile, block, static_cast<int32>(rank) * core::value_columns_of(C), 0);
   }
 
   __forceinline__ void clear_edge() {
@@ -139,50 +167,96 @@ struct Load100 {
     return place;
   }
 
-  // In the order in which products take them: values come one block behind keys, and before the
-  // keys of that step where two query tiles share it.
+  // In the order in which products take them: values come one step behind keys, and before the keys
+  // of that step where two query tiles share it.
   __forceinline__ void load_tile(const Fwd100Tile& tile) {
     load_q(tile);
-    for (int32 block = tile.end - 1; block >= tile.begin - 1; --block) {
-      const bool keys = block >= tile.begin;
-      const bool values = block + 1 < tile.end;
+    for (int32 n = 0; n <= tile.count(); ++n) {
+      const bool keys = n < tile.count();
+      const bool values = n > 0;
       if constexpr (C.query_tiles == 2) {
-        if (values) load_values(tile, block + 1);
-        if (keys) load_keys(tile, block);
+        if (values) load_values(tile, block_at(tile, n - 1));
+        if (keys) load_keys(tile, block_at(tile, n));
         clear_edge();
       } else {
-        if (keys) load_keys(tile, block);
+        if (keys) load_keys(tile, block_at(tile, n));
         clear_edge();
-        if (values) load_values(tile, block + 1);
+        if (values) load_values(tile, block_at(tile, n - 1));
       }
     }
     clear_edge();
   }
 
-  // Tiles as they come: the first by place, further ones from a counter that all CTAs share, or,
-  // without one, in rounds.
+  // Tiles as they come: the first by place, further ones from the hardware's queue, from a counter
+  // that all CTAs share, or, without either, in rounds. A pair's tiles are as long as all others,
+  // and both of its CTAs have to find the same.
+  static constexpr int32 ctas = core::ctas_of(C);
+  static constexpr bool counts = C.persistent && !C.launch_control && !C.cta_pair;
+
   __forceinline__ int32 next(int32 round) {
-    if (params.scheduler == nullptr || round == 0) return tile_index(round);
-    int32 index = 0;
-    if (leader) index = static_cast<int32>(gridDim.x + atomicAdd(params.scheduler, 1u));
-    return __reduce_max_sync(0xffffffffu, index);
+    if constexpr (C.launch_control) {
+      return round == 0 ? static_cast<int32>(blockIdx.x) / ctas : granted();
+    } else if constexpr (C.cta_pair) {
+      return tile_index(round, ctas);
+    } else {
+      if (params.scheduler == nullptr || round == 0) return tile_index(round);
+      int32 index = 0;
+      if (leader) index = static_cast<int32>(gridDim.x + atomicAdd(params.scheduler, 1u));
+      return __reduce_max_sync(0xffffffffu, index);
+    }
+  }
+
+  // Asks for the tile of a CTA, or of a pair, that has not started; both of a pair get the answer.
+  __forceinline__ void ask() {
+    if constexpr (C.launch_control) {
+      if (rank == 0) plan.next_ring.wait_free(next_state);
+      if (!leader) return;
+      plan.next_ring.expect(next_state, sizeof plan.answer);
+      if constexpr (C.cta_pair) {
+        if (rank == 0) {
+          launch_control_try_cancel_all(shared_address(plan.answer),
+                                        shared_address(&plan.next_ring.full[0]));
+        }
+      } else {
+        launch_control_try_cancel(shared_address(plan.answer),
+                                  shared_address(&plan.next_ring.full[0]));
+      }
+    }
+  }
+
+  // The answer: a tile, or one behind the last.
+  __forceinline__ int32 granted() {
+    plan.next_ring.wait_full(next_state);
+    const uint4 bits = load_shared_x4(shared_address(plan.answer));
+    const uint64 low = bits.x | static_cast<uint64>(bits.y) << 32;
+    const uint64 high = bits.z | static_cast<uint64>(bits.w) << 32;
+    uint32 first = 0;
+    const bool some = launch_control_granted(low, high, first);
+    fence_proxy_async_shared();  // the next answer is written behind this read
+    arrive_for_products<C>(plan.next_ring.free[0]);
+    next_state.advance();
+    return some ? static_cast<int32>(first) / ctas : params.tiles;
   }
 
   __forceinline__ void run() {
     int32 index = next(0);
 #pragma unroll 1
     for (int32 round = 1; index < params.tiles; ++round) {
+      ask();
       Fwd100Tile found = find_query_tiles<C>(params, index);
-      index = C.persistent ? next(round) : params.tiles;
-      if (!found.exists()) continue;
-      const Fwd100Tile& tile = publish(found);
-      if (tile.count() > 0) load_tile(tile);
-      while (next_unused<C>(found, params)) publish(found);
+      // What the hardware grants is known once the tile is on its way.
+      if constexpr (!C.launch_control) index = C.persistent ? next(round) : params.tiles;
+      if (C.cta_pair || found.exists()) {
+        const Fwd100Tile& tile = publish(found);
+        if (tile.count() > 0) load_tile(tile);
+        while (next_unused<C>(found, params)) publish(found);
+      }
+      if constexpr (C.launch_control) index = next(round);
     }
     Fwd100Tile none{};
     none.last = 1;
     publish(none);
-    if (C.persistent && params.scheduler != nullptr && leader) {
+    if (counts && params.scheduler != nullptr && leader) {
       // The last CTA to ask leaves the counters as it found them.
       if (atomicAdd(params.scheduler + 1, 1u) == gridDim.x - 1) {
         params.scheduler[0] = params.scheduler[1] = 0;

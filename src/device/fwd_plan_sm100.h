@@ -4,6 +4,7 @@
 #include "core/config_sm100.h"
 #include "device/fwd_tiles.h"
 #include "device/pipeline.h"
+#include "device/tcgen05.h"
 
 namespace fovea::device {
 
@@ -20,31 +21,41 @@ struct Fwd100Tile : FwdTile {
 // A slot is a place for scores: that of a query tile, or, with one query tile, of every other tile
 // of keys. Barriers of a slot or a query tile complete once per tile of keys, and their parity
 // follows from the tiles of keys seen so far.
+//
+// Of a CTA pair, the first issues all products. What products wait for, they wait for there: both
+// CTAs arrive on the barriers of the first that are marked *, with twice the arrivals. Commits
+// arrive in both.
 template <Fwd100Config C>
 struct Fwd100Plan {
   static constexpr int32 panels_qk = core::panels(C.head_dim);
-  static constexpr int32 panels_v = core::panels(C.head_dim_v);
+  static constexpr int32 panels_v = core::panels(C.head_dim_v);                    // of out
+  static constexpr int32 panels_loaded = core::panels(core::value_columns_of(C));  // of values
   static constexpr uint32 row_bytes = 2 * core::panel_columns;
   static constexpr uint32 group_bytes = 8 * row_bytes;  // 8 rows: the period of the swizzle
   static constexpr uint32 panel_bytes = 128 * row_bytes;
+  static constexpr uint32 key_panel_bytes = core::key_rows_of(C) * row_bytes;
   static constexpr uint32 q_bytes = panels_qk * panel_bytes;
+  static constexpr uint32 k_bytes = panels_qk * key_panel_bytes;
+  static constexpr uint32 v_bytes = panels_loaded * panel_bytes;
   static constexpr uint32 stage_bytes = core::stage_bytes(C);
 
   alignas(1024) uint8 q[C.query_tiles][q_bytes];
   alignas(1024) uint8 keys[C.stages][stage_bytes];  // k and v in turn
   alignas(1024) uint8 out[C.out_apart ? C.query_tiles * panels_v * panel_bytes : 1];
 
-  Ring<C.stages> key_ring;             // full: 1 producer and the bytes; free: 1 commit
-  Ring<1> q_ring[C.query_tiles];       // full: 1 producer and the bytes; free: 1
-  Ring<2> tile_ring;                   // full: 1 producer; free: each warp that computes or stores
-  Ring<1> output_ring[C.query_tiles];  // full: 1 commit, of the last tile of keys; free: 4 warps
-  Ring<1> row_ring[C.query_tiles];     // full: 4 warps, rows are summed; free: 4 warps
-  Ring<1> out_ring[C.query_tiles];     // full: 4 warps, out is staged; free: 1, it has left
+  using PairRing = Ring<1, C.cta_pair>;
+  Ring<C.stages, C.cta_pair> key_ring;  // full*: 1 producer and the bytes; free: 1 commit
+  PairRing q_ring[C.query_tiles];       // full*: 1 producer and the bytes; free: 1
+  Ring<2> tile_ring;                    // full: 1 producer; free: each warp that computes or stores
+  PairRing output_ring[C.query_tiles];  // full: 1 commit, of the last keys; free*: 4 warps
+  PairRing next_ring;                   // full: the answer's bytes; free*: 1 loading warp
+  Ring<1> row_ring[C.query_tiles];      // full: 4 warps, rows are summed; free: 4 warps
+  Ring<1> out_ring[C.query_tiles];      // full: 4 warps, out is staged; free: 1, it has left
 
   Barrier scores_full[2];              // slot: 1 commit
-  Barrier weights_full[2][2];          // slot, part: 4 warps
+  Barrier weights_full[2][2];          // slot, part: 4 warps*
   Barrier factor_full[2];              // slot: 4 warps, with corrections
-  Barrier output_ready[2];             // slot: 4 warps, with corrections
+  Barrier output_ready[2];             // slot: 4 warps*, with corrections; in both CTAs of a pair
   Barrier first_done[C.query_tiles];   // 1 commit: the product of the first part
   Barrier output_done[C.query_tiles];  // 1 commit: the product of both
   Barrier edge_full;                   // values that are cleared before others see them
@@ -52,6 +63,7 @@ struct Fwd100Plan {
   float row_factor[2][128];  // slot: of the corrections; in the end the sums
   float row_reference[2][128];
   Fwd100Tile tiles[2];
+  alignas(16) uint64 answer[2];  // of launch control
   uint32 tensor_memory;
 
   static constexpr uint32 tile_consumers = 4 * C.query_tiles + 4 + 2;
@@ -70,7 +82,58 @@ struct Fwd100Plan {
   static_assert(!C.tma_out || (C.out_dtype == C.dtype && !C.packed && !C.split));
   static_assert(!C.split || !C.has_sink, "the sink is added once, by the combining kernel");
   static_assert(C.source != Source::gather);
+  static_assert(!C.cta_pair || (core::is_dense(C) && C.head_dim_v % 128 == 0));
+  static_assert(!C.launch_control || C.persistent);
 };
+
+// ---- CTA pairs
+// -----------------------------------------------------------------------------------------
+
+// In which CTA of the cluster this one is, and whether it issues products.
+template <Fwd100Config C>
+__forceinline__ uint32 pair_rank() {
+  return C.cta_pair ? cluster_rank() : 0;
+}
+
+template <Fwd100Config C>
+__forceinline__ ClusterAddress of_first_cta(Barrier& barrier) {
+  return map_to_rank(shared_address(&barrier), 0);
+}
+
+template <Fwd100Config C>
+__forceinline__ void wait_pair(Barrier& barrier, uint32 parity) {
+  Ring<1, C.cta_pair>::wait(barrier, parity);
+}
+
+// All products issued so far are done: told to both CTAs of a pair.
+template <Fwd100Config C>
+__forceinline__ void commit(Barrier& barrier) {
+  if constexpr (C.cta_pair) {
+    tcgen05_commit_pair(barrier, 3);
+  } else {
+    tcgen05_commit(barrier);
+  }
+}
+
+// One arrival of a warp, after what each of its lanes did before.
+__forceinline__ void arrive_warp(Barrier& barrier) {
+  __syncwarp();
+  if (lane_index() == 0) mbarrier_arrive(barrier);
+}
+
+// The same, where products wait for it.
+template <Fwd100Config C>
+__forceinline__ void arrive_for_products(Barrier& barrier) {
+  if constexpr (C.cta_pair) {
+    __syncwarp();
+    if (lane_index() == 0) mbarrier_arrive_remote(of_first_cta<C>(barrier));
+  } else {
+    arrive_warp(barrier);
+  }
+}
+
+// ---- Tiles
+// ---------------------------------------------------------------------------------------------
 
 // What a span has in common with blocks [begin, end).
 __forceinline__ KeySpan clipped(KeySpan span, int32 begin, int32 end) {
@@ -83,18 +146,37 @@ template <Fwd100Config C>
 __forceinline__ Fwd100Tile find_query_tiles(const FwdParams& params, int32 index) {
   Fwd100Tile tile;
   static_cast<FwdTile&>(tile) = find_tile<C>(params, index);
+  tile.q_begin += static_cast<int32>(pair_rank<C>()) * queries_per_tile<C>(params);
   const int32 queries = queries_per_tile<C>(params) / C.query_tiles;
 #pragma unroll
   for (int32 t = 0; t < C.query_tiles; ++t) {
-    KeySpan span = find_span<C>(tile, params, tile.q_begin + queries * t, queries);
-    if constexpr (C.split) span = clipped(span, tile.begin, tile.end);
-    tile.spans[t] = span;
+    if constexpr (C.cta_pair) {
+      tile.spans[t] = tile;  // both CTAs take part in all products, also where one has no rows
+    } else {
+      KeySpan span = find_span<C>(tile, params, tile.q_begin + queries * t, queries);
+      if constexpr (C.split) span = clipped(span, tile.begin, tile.end);
+      tile.spans[t] = span;
+    }
   }
   return tile;
 }
 
 __forceinline__ bool visits(const KeySpan& span, int32 block) {
   return block >= span.begin && block < span.end;
+}
+
+// The order of a tile's blocks of keys: the first one first, then from the last one down. Trained
+// models let rows attend most to their first keys ("attention sinks"), so that a reference taken
+// there is seldom outgrown; the rest comes masked blocks first. n counts from 0.
+__forceinline__ int32 block_at(const KeySpan& all, int32 n) {
+  return n == 0 ? all.begin : all.end - n;
+}
+// What a query tile visits of them it visits in this order: its first and last block.
+__forceinline__ int32 first_of(const KeySpan& all, const KeySpan& span) {
+  return span.begin == all.begin ? span.begin : span.end - 1;
+}
+__forceinline__ int32 last_of(const KeySpan& all, const KeySpan& span) {
+  return span.begin == all.begin && span.count() > 1 ? span.begin + 1 : span.begin;
 }
 
 // Where the n-th tile of keys of a query tile goes, and the parity of the barriers it completes.
@@ -107,12 +189,6 @@ __forceinline__ uint32 slot_parity(int32 n) {
   return static_cast<uint32>(C.query_tiles == 2 ? n : n / 2) & 1u;
 }
 __forceinline__ uint32 parity_of(int32 n) { return static_cast<uint32>(n) & 1u; }
-
-// One arrival of a warp, after what each of its lanes did before.
-__forceinline__ void arrive_warp(Barrier& barrier) {
-  __syncwarp();
-  if (lane_index() == 0) mbarrier_arrive(barrier);
-}
 
 // Whether out of a query tile goes through shared memory: not where its rows end inside.
 template <Fwd100Config C>

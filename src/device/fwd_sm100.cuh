@@ -34,6 +34,7 @@ template <Fwd100Config C>
 struct Multiply100 {
   using Plan = Fwd100Plan<C>;
   static constexpr TensorType type = C.dtype == DType::bf16 ? TensorType::bf16 : TensorType::f16;
+  static constexpr int32 rows = core::query_tile_rows * core::ctas_of(C);
 
   Plan& plan;
   const TensorAddress base;
@@ -55,11 +56,11 @@ struct Multiply100 {
     if constexpr (!C.issue_order && !core::weights_apart(C)) {
       // The weights that these scores overwrite have been multiplied.
       const int32 before = n - (C.query_tiles == 2 ? 1 : 2);
-      if (before >= 0) mbarrier_wait(plan.output_done[t], parity_of(before));
+      if (before >= 0) wait_pair<C>(plan.output_done[t], parity_of(before));
     }
     tcgen05_fence_after();
     constexpr uint32 instruction =
-        tcgen05_instruction({.a = type, .b = type, .m = 128, .n = C.tile_k});
+        tcgen05_instruction({.a = type, .b = type, .m = rows, .n = C.tile_k});
     uint64 q =
         tcgen05_descriptor(Swizzle::b128, shared_address(plan.q[t]).value, 0, Plan::group_bytes);
     // No instruction: the descriptors that follow from it are not worth registers all along the
@@ -71,18 +72,23 @@ struct Multiply100 {
     const TensorAddress to = base + core::score_column(0) + 128 * slot;
 #pragma unroll
     for (int32 step = 0; step < C.head_dim / 16; ++step) {
-      const uint32 along = step / 4 * Plan::panel_bytes + step % 4 * 32;  // 16 elements
-      tcgen05_mma_f16_ss_cta1(to, descriptor_advance(q, along), descriptor_advance(k, along),
-                              instruction, step > 0);
+      const uint32 along = step % 4 * 32;  // 16 elements, in panels of 64
+      const uint64 q_step = descriptor_advance(q, step / 4 * Plan::panel_bytes + along);
+      const uint64 k_step = descriptor_advance(k, step / 4 * Plan::key_panel_bytes + along);
+      if constexpr (C.cta_pair) {
+        tcgen05_mma_f16_ss_cta2(to, q_step, k_step, instruction, step > 0);
+      } else {
+        tcgen05_mma_f16_ss_cta1(to, q_step, k_step, instruction, step > 0);
+      }
     }
-    tcgen05_commit(plan.scores_full[slot]);
+    commit<C>(plan.scores_full[slot]);
   }
 
   template <int32 first, int32 last>  // keys
   __forceinline__ void add(int32 t, int32 slot, const RingState<C.stages>& values,
                            bool accumulate) {
     constexpr uint32 instruction = tcgen05_instruction(
-        {.a = type, .b = type, .m = 128, .n = C.head_dim_v, .b_mn_major = true});
+        {.a = type, .b = type, .m = rows, .n = C.head_dim_v, .b_mn_major = true});
     const uint64 v =
         tcgen05_descriptor(Swizzle::b128, shared_address(plan.keys[values.stage]).value,
                            Plan::panel_bytes, Plan::group_bytes);
@@ -92,9 +98,13 @@ struct Multiply100 {
     tcgen05_fence_after();
 #pragma unroll
     for (int32 step = first / 16; step < last / 16; ++step) {
-      tcgen05_mma_f16_ts_cta1(to, weights + 8 * step,
-                              descriptor_advance(v, step * 16 * Plan::row_bytes), instruction,
-                              accumulate || step > 0);
+      const uint64 v_step = descriptor_advance(v, step * 16 * Plan::row_bytes);
+      const bool adds = accumulate || step > 0;
+      if constexpr (C.cta_pair) {
+        tcgen05_mma_f16_ts_cta2(to, weights + 8 * step, v_step, instruction, adds);
+      } else {
+        tcgen05_mma_f16_ts_cta1(to, weights + 8 * step, v_step, instruction, adds);
+      }
     }
   }
 
@@ -103,15 +113,15 @@ struct Multiply100 {
     const int32 slot = slot_of<C>(t, n);
     const uint32 parity = slot_parity<C>(n);
     if (first) plan.output_ring[t].wait_free(output_states[t]);
-    if constexpr (core::is_corrected(C)) mbarrier_wait(plan.output_ready[slot], parity);
-    mbarrier_wait(plan.weights_full[slot][0], parity);
+    if constexpr (core::is_corrected(C)) wait_pair<C>(plan.output_ready[slot], parity);
+    wait_pair<C>(plan.weights_full[slot][0], parity);
     add<0, C.first_part>(t, slot, values, !first);
-    if constexpr (!core::is_corrected(C)) tcgen05_commit(plan.first_done[t]);
-    mbarrier_wait(plan.weights_full[slot][1], parity);
+    if constexpr (!core::is_corrected(C)) commit<C>(plan.first_done[t]);
+    wait_pair<C>(plan.weights_full[slot][1], parity);
     add<C.first_part, C.tile_k>(t, slot, values, true);
-    tcgen05_commit(plan.output_done[t]);
+    commit<C>(plan.output_done[t]);
     if (last) {
-      tcgen05_commit(plan.output_ring[t].full[0]);
+      commit<C>(plan.output_ring[t].full[0]);
       output_states[t].advance();
     }
   }
@@ -121,10 +131,10 @@ struct Multiply100 {
                                  const RingState<C.stages>& keys) {
     const KeySpan& span = tile.spans[t];
     if (!visits(span, block)) return;
-    if (block == span.end - 1) plan.q_ring[t].wait_full(q_states[t]);
+    if (block == first_of(tile, span)) plan.q_ring[t].wait_full(q_states[t]);
     scores(t, keys);
-    if (block == span.begin) {
-      if constexpr (C.out_apart || !C.tma_out) tcgen05_commit(plan.q_ring[t].free[0]);
+    if (block == last_of(tile, span)) {
+      if constexpr (C.out_apart || !C.tma_out) commit<C>(plan.q_ring[t].free[0]);
       q_states[t].advance();
     }
   }
@@ -132,38 +142,41 @@ struct Multiply100 {
   __forceinline__ void output_of(const Fwd100Tile& tile, int32 t, int32 block,
                                  const RingState<C.stages>& values) {
     const KeySpan& span = tile.spans[t];
-    if (visits(span, block)) output(t, values, block == span.end - 1, block == span.begin);
+    if (visits(span, block)) {
+      output(t, values, block == first_of(tile, span), block == last_of(tile, span));
+    }
   }
 
-  __forceinline__ void step_of_two(const Fwd100Tile& tile, int32 block) {
+  // Step n: the scores of the n-th block, the output of the one before.
+  __forceinline__ void step_of_two(const Fwd100Tile& tile, int32 n) {
     RingState<C.stages> keys, values;
-    const bool has_values = block + 1 < tile.end;
-    const bool has_keys = block >= tile.begin;
+    const bool has_values = n > 0;
+    const bool has_keys = n < tile.count();
     if (has_values) values = take();
     if (has_keys) keys = take();
     if (has_values) plan.key_ring.wait_full(values);
 #pragma unroll
     for (int32 t = 0; t < 2; ++t) {
-      if (has_values) output_of(tile, t, block + 1, values);
-      if (has_values && t == 1) tcgen05_commit(plan.key_ring.free[values.stage]);
+      if (has_values) output_of(tile, t, block_at(tile, n - 1), values);
+      if (has_values && t == 1) commit<C>(plan.key_ring.free[values.stage]);
       if (has_keys && t == 0) plan.key_ring.wait_full(keys);
-      if (has_keys) scores_of(tile, t, block, keys);
+      if (has_keys) scores_of(tile, t, block_at(tile, n), keys);
     }
-    if (has_keys) tcgen05_commit(plan.key_ring.free[keys.stage]);
+    if (has_keys) commit<C>(plan.key_ring.free[keys.stage]);
   }
 
-  __forceinline__ void step_of_one(const Fwd100Tile& tile, int32 block) {
-    if (block >= tile.begin) {
+  __forceinline__ void step_of_one(const Fwd100Tile& tile, int32 n) {
+    if (n < tile.count()) {
       const RingState<C.stages> keys = take();
       plan.key_ring.wait_full(keys);
-      scores_of(tile, 0, block, keys);
-      tcgen05_commit(plan.key_ring.free[keys.stage]);
+      scores_of(tile, 0, block_at(tile, n), keys);
+      commit<C>(plan.key_ring.free[keys.stage]);
     }
-    if (block + 1 < tile.end) {
+    if (n > 0) {
       const RingState<C.stages> values = take();
       plan.key_ring.wait_full(values);
-      output_of(tile, 0, block + 1, values);
-      tcgen05_commit(plan.key_ring.free[values.stage]);
+      output_of(tile, 0, block_at(tile, n - 1), values);
+      commit<C>(plan.key_ring.free[values.stage]);
     }
   }
 
@@ -171,11 +184,11 @@ struct Multiply100 {
     while (const Fwd100Tile* tile = next_tile<C>(plan, tile_state)) {
       if (tile->count() > 0) {
 #pragma unroll 1
-        for (int32 block = tile->end - 1; block >= tile->begin - 1; --block) {
+        for (int32 n = 0; n <= tile->count(); ++n) {
           if constexpr (C.query_tiles == 2) {
-            step_of_two(*tile, block);
+            step_of_two(*tile, n);
           } else {
-            step_of_one(*tile, block);
+            step_of_one(*tile, n);
           }
         }
       }
@@ -261,7 +274,7 @@ struct Softmax100 {
   // Where little is done to a score, the next chunk is loaded while one is in use; elsewhere the
   // other warps' work hides the load, and registers are dearer.
   static constexpr bool loads_ahead =
-      C.transform != ScoreTransform::softcap && !core::modifies_scores(C) && !C.has_dropout;
+      (C.transform != ScoreTransform::softcap || core::modifies_scores(C)) && !C.has_dropout;
 
   // Gives the chunks of scores [first, last) to use(chunk, words).
   template <int32 first, int32 last, typename Use>
@@ -284,15 +297,35 @@ struct Softmax100 {
 
   __forceinline__ float scale() const { return score_scale<C>(params); }
 
-  // Raw scores of a chunk to scores, with what position adds.
-  __forceinline__ void transform(uint32 (&words)[chunk], int32 index, const Place& place) const {
-    if constexpr (C.transform != ScoreTransform::none) {
+  // Raw scores of a chunk to scores.
+  __forceinline__ void transform(uint32 (&words)[chunk]) const {
+    if constexpr (C.transform != ScoreTransform::none && !core::modifies_scores(C)) {
 #pragma unroll
       for (int32 i = 0; i < chunk; ++i) {
-        const float score = transformed<C>(params, __uint_as_float(words[i]));
-        words[i] =
-            __float_as_uint(place.row.modified(score, place.block * C.tile_k + chunk * index + i));
+        words[i] = __float_as_uint(transformed<C>(params, __uint_as_float(words[i])));
       }
+    }
+  }
+
+  // With what position adds, scores are changed where they lie, once for both of the passes that
+  // may follow: all at once would take more registers than there are.
+  __forceinline__ void modify_scores(const Place& place) const {
+    if constexpr (core::modifies_scores(C)) {
+      constexpr int32 some = 16;
+#pragma unroll 1
+      for (int32 first = 0; first < C.tile_k; first += some) {
+        uint32 words[some];
+        tcgen05_load_32x32b_x16(words, scores() + first);
+        tcgen05_wait_load();
+        tcgen05_hold(words);
+#pragma unroll
+        for (int32 i = 0; i < some; ++i) {
+          const float score = transformed<C>(params, __uint_as_float(words[i]));
+          words[i] = __float_as_uint(place.row.modified(score, place.block * C.tile_k + first + i));
+        }
+        tcgen05_store_32x32b_x16(scores() + first, words);
+      }
+      tcgen05_wait_store();
     }
   }
 
@@ -392,7 +425,7 @@ struct Softmax100 {
   __forceinline__ void hand_over() {
     tcgen05_wait_store();
     tcgen05_fence_before();
-    arrive_warp(plan.weights_full[slot()][part]);
+    arrive_for_products<C>(plan.weights_full[slot()][part]);
   }
 
   // -- Tiles of keys
@@ -413,12 +446,39 @@ struct Softmax100 {
       }
       arrive_warp(plan.factor_full[slot()]);
     } else if (!first && __any_sync(0xffffffffu, factor != 1.0f)) {
-      mbarrier_wait(plan.output_done[query_tile], parity_of(seen - 1));
-      if (after_part) mbarrier_wait(plan.first_done[query_tile], parity_of(seen));
+      wait_pair<C>(plan.output_done[query_tile], parity_of(seen - 1));
+      if (after_part) wait_pair<C>(plan.first_done[query_tile], parity_of(seen));
       tcgen05_fence_after();
       scale_output<C>(output(), factor);
       count_rows(params, 0);
     }
+  }
+
+  // The largest of the scores of keys [from, tile_k) that the row sees.
+  template <bool masked, int32 from>
+  __forceinline__ float largest(const Visible& seen_here) {
+    float top = -infinity;
+    if constexpr (C.max_with_load && !masked) {
+#pragma unroll
+      for (int32 i = from / chunk; i < C.tile_k / chunk; ++i) {
+        uint32 words[chunk];
+        float most;
+        tcgen05_load_max_32x32b_x32(words, most, scores() + chunk * i);
+        tcgen05_wait_load();
+        asm volatile("" : "+f"(most)::"memory");  // read behind the wait
+        top = max3_nan(top, most, most);
+      }
+    } else {
+      stream<from / chunk, C.tile_k / chunk>([&](int32 index, uint32(&words)[chunk]) {
+        transform(words);
+        if constexpr (masked) mask(words, index, seen_here);
+#pragma unroll
+        for (int32 i = 0; i < chunk; i += 2) {
+          top = max3_nan(top, __uint_as_float(words[i]), __uint_as_float(words[i + 1]));
+        }
+      });
+    }
+    return top;
   }
 
   // Weights of keys [from, tile_k) with their true maximum known first: scores are read twice.
@@ -426,15 +486,7 @@ struct Softmax100 {
   __forceinline__ void take_exactly(const Place& place, bool first, float threshold) {
     Visible seen_here{};
     if constexpr (masked) seen_here = visible(place);
-    float top = -infinity;
-    stream<from / chunk, C.tile_k / chunk>([&](int32 index, uint32(&words)[chunk]) {
-      transform(words, index, place);
-      if constexpr (masked) mask(words, index, seen_here);
-#pragma unroll
-      for (int32 i = 0; i < chunk; i += 2) {
-        top = max3_nan(top, __uint_as_float(words[i]), __uint_as_float(words[i + 1]));
-      }
-    });
+    const float top = largest<masked, from>(seen_here);
     const core::Rescale raised = core::raise_reference(reference, top * scale(), threshold);
     // A row's first keys find no sum and no output to shrink.
     const float factor = reference > -infinity ? exp2_approximate(raised.factor_log2) : 1.0f;
@@ -447,7 +499,7 @@ struct Softmax100 {
     const bool scale_first = __any_sync(0xffffffffu, far(base));
     float2 total{0.0f, 0.0f};
     stream<from / chunk, C.tile_k / chunk>([&](int32 index, uint32(&words)[chunk]) {
-      transform(words, index, place);
+      transform(words);
       if constexpr (masked) mask(words, index, seen_here);
       uint32 packed[chunk / 2];
       if (scale_first) {
@@ -474,7 +526,7 @@ struct Softmax100 {
     float2 total{0.0f, 0.0f};
     uint32 packed[(to - from) / 2];
     stream<from / chunk, to / chunk>([&](int32 index, uint32(&words)[chunk]) {
-      transform(words, index, place);
+      transform(words);
       exponentiate<true>(words, scale(), base, place, index, total,
                          packed + chunk / 2 * (index - from / chunk));
     });
@@ -506,10 +558,11 @@ struct Softmax100 {
   __forceinline__ void take(const Fwd100Tile& tile, const KeySpan& span, int32 block) {
     constexpr float threshold =
         C.softmax == SoftmaxPolicy::online ? 0.0f : core::rescale_threshold_log2;
-    const bool first = block == span.end - 1;
+    const bool first = block == first_of(tile, span);
     const Place place = place_of(tile, block);
-    mbarrier_wait(plan.scores_full[slot()], slot_parity<C>(seen));
+    wait_pair<C>(plan.scores_full[slot()], slot_parity<C>(seen));
     tcgen05_fence_after();
+    modify_scores(place);
     if (block >= span.full_end || block < span.full_begin) {
       take_exactly<true, 0>(place, first, threshold);
     } else if (first || core::is_corrected(C)) {
@@ -528,11 +581,14 @@ struct Softmax100 {
         sum = 0.0f;
         claimed = false;
 #pragma unroll 1
-        for (int32 block = span.end - 1; block >= span.begin; --block) take(*tile, span, block);
+        for (int32 n = 0; n < tile->count(); ++n) {
+          const int32 block = block_at(*tile, n);
+          if (visits(span, block)) take(*tile, span, block);
+        }
         const int32 last_slot = slot_of<C>(query_tile, seen - 1);
         if constexpr (core::is_corrected(C)) {
           // The last factor lies where the sum goes.
-          mbarrier_wait(plan.output_ready[last_slot], slot_parity<C>(seen - 1));
+          wait_pair<C>(plan.output_ready[last_slot], slot_parity<C>(seen - 1));
         }
         claim_rows();
         plan.row_reference[query_tile][row()] = reference;
@@ -562,6 +618,7 @@ struct Correct100 {
   RingState<1> output_states[C.query_tiles];
   RingState<1> out_states[C.query_tiles];
   int32 seen[C.query_tiles] = {};  // tiles of keys so far
+  const uint32 rank = pair_rank<C>();
 
   __forceinline__ int32 row() const { return static_cast<int32>(threadIdx.x % 128); }
   __forceinline__ TensorAddress output(int32 t) const {
@@ -575,14 +632,16 @@ struct Correct100 {
     if (!first) {
       const float factor = plan.row_factor[slot][row()];
       if (__any_sync(0xffffffffu, factor != 1.0f)) {
-        mbarrier_wait(plan.output_done[t], parity_of(n - 1));
+        wait_pair<C>(plan.output_done[t], parity_of(n - 1));
         tcgen05_fence_after();
         scale_output<C>(output(t), factor);
         tcgen05_fence_before();
         count_rows(params, 0);
       }
     }
-    arrive_warp(plan.output_ready[slot]);
+    arrive_for_products<C>(plan.output_ready[slot]);
+    // This CTA's softmax waits for it, too.
+    if (rank != 0) arrive_warp(plan.output_ready[slot]);
   }
 
   __forceinline__ FwdRow row_of(const Fwd100Tile& tile, int32 t) const {
@@ -758,7 +817,7 @@ struct Correct100 {
     }
     if (has_output) {
       tcgen05_fence_before();
-      arrive_warp(plan.output_ring[t].free[0]);
+      arrive_for_products<C>(plan.output_ring[t].free[0]);
       output_states[t].advance();
     }
   }
@@ -767,10 +826,12 @@ struct Correct100 {
     while (const Fwd100Tile* tile = next_tile<C>(plan, tile_state)) {
       if constexpr (core::is_corrected(C)) {
 #pragma unroll 1
-        for (int32 block = tile->end - 1; block >= tile->begin; --block) {
+        for (int32 n = 0; n < tile->count(); ++n) {
+          const int32 block = block_at(*tile, n);
 #pragma unroll
           for (int32 t = 0; t < C.query_tiles; ++t) {
-            if (visits(tile->spans[t], block)) correct(t, block == tile->spans[t].end - 1);
+            const KeySpan& span = tile->spans[t];
+            if (visits(span, block)) correct(t, block == first_of(*tile, span));
           }
         }
       }
@@ -817,12 +878,16 @@ __forceinline__ void store(Fwd100Plan<C>& plan, const FwdParams& params) {
 
 template <Fwd100Config C>
 __forceinline__ void init_barriers(Fwd100Plan<C>& plan) {
-  plan.key_ring.init(1, 1);
-  plan.tile_ring.init(1, Fwd100Plan<C>::tile_consumers);
+  constexpr uint32 ctas = core::ctas_of(C);
+  const bool first = pair_rank<C>() == 0;
+  plan.key_ring.init(ctas, 1);
+  plan.next_ring.init(1, ctas);
+  // The second CTA of a pair multiplies nothing.
+  plan.tile_ring.init(1, Fwd100Plan<C>::tile_consumers - (first ? 0 : 1));
   mbarrier_init(plan.edge_full, 1);
   for (int32 t = 0; t < C.query_tiles; ++t) {
-    plan.q_ring[t].init(1, 1);
-    plan.output_ring[t].init(1, 4);
+    plan.q_ring[t].init(ctas, 1);
+    plan.output_ring[t].init(1, 4 * ctas);
     plan.row_ring[t].init(4, 4);
     plan.out_ring[t].init(4, 1);
     mbarrier_init(plan.first_done[t], 1);
@@ -830,12 +895,23 @@ __forceinline__ void init_barriers(Fwd100Plan<C>& plan) {
   }
   for (int32 slot = 0; slot < 2; ++slot) {
     mbarrier_init(plan.scores_full[slot], 1);
-    mbarrier_init(plan.weights_full[slot][0], 4);
-    mbarrier_init(plan.weights_full[slot][1], 4);
+    mbarrier_init(plan.weights_full[slot][0], 4 * ctas);
+    mbarrier_init(plan.weights_full[slot][1], 4 * ctas);
     mbarrier_init(plan.factor_full[slot], 4);
-    mbarrier_init(plan.output_ready[slot], 4);
+    mbarrier_init(plan.output_ready[slot], first ? 4 * ctas : 4);
   }
   fence_mbarrier_init();
+}
+
+// All threads of the CTA, or of the pair.
+template <Fwd100Config C>
+__forceinline__ void meet() {
+  if constexpr (C.cta_pair) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
 }
 
 template <Fwd100Config C>
@@ -849,8 +925,8 @@ __device__ void fwd(const FwdParams& params) {
   const int32 group = warp / 4;
   const bool owner = warp == 4 * C.query_tiles + 7;  // of the tensor memory
   if (owner) {
-    tcgen05_allocate<1>(&plan.tensor_memory, core::tensor_columns);
-    tcgen05_allocated_all<1>();
+    tcgen05_allocate<core::ctas_of(C)>(&plan.tensor_memory, core::tensor_columns);
+    tcgen05_allocated_all<core::ctas_of(C)>();
   }
   if (threadIdx.x == 0) {
     init_barriers<C>(plan);
@@ -859,7 +935,7 @@ __device__ void fwd(const FwdParams& params) {
     tma_prefetch_map(&params.v);
   }
   tcgen05_fence_before();
-  __syncthreads();
+  meet<C>();
   tcgen05_fence_after();
   const TensorAddress tensor{plan.tensor_memory};
   const TensorAddress lanes = tensor.lane(32 * (warp % 4));
@@ -873,7 +949,7 @@ __device__ void fwd(const FwdParams& params) {
   } else {
     registers_shrink<core::other_registers(C)>();
     if (warp % 4 == 0) {
-      if (elect_one()) Multiply100<C>{plan, tensor}.run();
+      if (pair_rank<C>() == 0 && elect_one()) Multiply100<C>{plan, tensor}.run();
     } else if (warp % 4 == 1) {
       Load100<C>{plan, params, elect_one()}.run();
     } else if (warp % 4 == 2) {
@@ -882,10 +958,10 @@ __device__ void fwd(const FwdParams& params) {
     __syncwarp();
   }
   tcgen05_fence_before();
-  __syncthreads();
+  meet<C>();  // a pair's products and arrivals reach into both CTAs
   if (owner) {
     tcgen05_fence_after();
-    tcgen05_free<1>(tensor, core::tensor_columns);
+    tcgen05_free<core::ctas_of(C)>(tensor, core::tensor_columns);
   }
 }
 

@@ -16,7 +16,9 @@
 
 namespace fovea::device {
 
-template <int stages>
+//
+// Where one side is in another CTA of the cluster, waits acquire what that CTA released.
+template <int stages, bool of_cluster = false>
 struct Ring {
   using State = RingState<stages>;
 
@@ -31,9 +33,7 @@ struct Ring {
     }
   }
 
-  __forceinline__ void wait_free(const State& state) {
-    mbarrier_wait(free[state.stage], state.parity ^ 1u);
-  }
+  __forceinline__ void wait_free(const State& state) { wait(free[state.stage], state.parity ^ 1u); }
 
   // Whether wait_free() would pass at once.
   __forceinline__ bool is_free(const State& state) {
@@ -45,11 +45,17 @@ struct Ring {
     mbarrier_arrive_expect_bytes(full[state.stage], bytes);
   }
 
-  __forceinline__ void wait_full(const State& state) {
-    mbarrier_wait(full[state.stage], state.parity);
-  }
+  __forceinline__ void wait_full(const State& state) { wait(full[state.stage], state.parity); }
 
   __forceinline__ void release(const State& state) { mbarrier_arrive(free[state.stage]); }
+
+  static __forceinline__ void wait(Barrier& barrier, uint32 parity) {
+    if constexpr (of_cluster) {
+      mbarrier_wait_cluster(barrier, parity);
+    } else {
+      mbarrier_wait(barrier, parity);
+    }
+  }
 };
 
 }  // namespace fovea::device

@@ -480,6 +480,15 @@ __forceinline__ void launch_control_try_cancel(SharedAddress answer, SharedAddre
       : "memory");
 }
 
+// The same with the answer, and its bytes, for every CTA of the cluster, at the same offsets.
+__forceinline__ void launch_control_try_cancel_all(SharedAddress answer, SharedAddress barrier) {
+  asm volatile(
+      "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes"
+      ".multicast::cluster::all.b128 [%0], [%1];" ::"r"(answer.value),
+      "r"(barrier.value)
+      : "memory");
+}
+
 // clusterlaunchcontrol.query_cancel: whether the answer grants work, and the x index of its first
 // CTA (meaningless where it does not).
 __forceinline__ bool launch_control_granted(uint64 low, uint64 high, uint32& first_cta_x) {

@@ -114,25 +114,29 @@ __forceinline__ void tma_load_multicast(SharedAddress target, const TensorMap* m
 // counted on a barrier of either CTA of the pair.
 template <int rank>
 __forceinline__ void tma_load_pair(SharedAddress target, const TensorMap* map,
-                                   ClusterAddress barrier, const int32 (&at)[rank]) {
+                                   ClusterAddress barrier, const int32 (&at)[rank],
+                                   CachePolicy policy) {
   static_assert(rank == 2 || rank == 4 || rank == 5);
   if constexpr (rank == 2) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        ".cta_group::2 [%0], [%1, {%3, %4}], [%2];" ::"r"(target.value),
-        "l"(map), "r"(barrier.value), "r"(at[0]), "r"(at[1])
+        ".cta_group::2.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target.value),
+        "l"(map), "r"(barrier.value), "r"(at[0]), "r"(at[1]), "l"(policy.value)
         : "memory");
   } else if constexpr (rank == 4) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        ".cta_group::2 [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(target.value),
-        "l"(map), "r"(barrier.value), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3])
+        ".cta_group::2.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(target.value),
+        "l"(map), "r"(barrier.value), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]),
+        "l"(policy.value)
         : "memory");
   } else if constexpr (rank == 5) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        ".cta_group::2 [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(target.value),
-        "l"(map), "r"(barrier.value), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4])
+        ".cta_group::2.L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(
+            target.value),
+        "l"(map), "r"(barrier.value), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]),
+        "l"(policy.value)
         : "memory");
   }
 }

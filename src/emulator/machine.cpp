@@ -434,7 +434,7 @@ bool Cluster::round() {
     worked = warp->run(quantum) || worked;
     if (launch->stopped) return false;
     if (launch->schedule.policy == Policy::random && random() % 2 == 0) {
-      run_pending(1 + random() % 3);
+      worked = run_pending(1 + random() % 3) || worked;
     }
   }
   if (launch->steps > launch->schedule.step_limit) {

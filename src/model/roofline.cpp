@@ -10,6 +10,8 @@ namespace {
 
 using core::int64;
 
+// Of a multiprocessor and cycle: 16 for each lane of a warp's quarter (docs/kernels/fwd_sm100.md).
+constexpr double tensor_memory_bytes = 512.0;
 constexpr double tensor_share = 0.985;
 constexpr double softmax_share = 0.95;
 // First and last step of a tile overlap nothing, and its output is written: from the times of
@@ -24,16 +26,21 @@ StepCycles forward_step(const Gpu& gpu, const ForwardShape& s) {
   const auto d = static_cast<double>(s.head_dim);
   const auto dv = static_cast<double>(s.head_dim_v);
   const double products = rows / static_cast<double>(s.tile_rows);
-  const double operand_bytes = (static_cast<double>(s.tile_rows) * d + keys * d + keys * dv) * 2;
+  const auto ctas = static_cast<double>(s.ctas);
+  const double key_bytes = keys * (d + dv) * 2 / ctas;
+  const double operand_bytes = static_cast<double>(s.tile_rows) * d * 2 + key_bytes;
+  const double cells_read = s.score_reads * keys + s.rescales * dv;  // of each row
   return {.tensor = 2 * rows * keys * (d + dv) / gpu.tensor_flops,
           .exponential = rows * keys * s.special_share / gpu.exponentials,
           .issue = rows * keys / 32 * s.instructions / gpu.warp_instructions,
           .shared = products * operand_bytes / gpu.shared_bytes,
-          .copy = keys * (d + dv) * 2 / gpu.l2_bytes};
+          .copy = key_bytes / gpu.l2_bytes,
+          .tensor_memory = rows * cells_read * 4 / tensor_memory_bytes};
 }
 
 double StepCycles::bound() const {
-  return std::max({tensor / tensor_share, (exponential + issue) / softmax_share, shared, copy});
+  return std::max(
+      {tensor / tensor_share, (exponential + issue) / softmax_share, shared, copy, tensor_memory});
 }
 
 std::string_view StepCycles::binding() const {
@@ -41,6 +48,7 @@ std::string_view StepCycles::binding() const {
   if (most == tensor / tensor_share) return "tensor cores";
   if (most == shared) return "shared memory";
   if (most == copy) return "copies from L2";
+  if (most == tensor_memory) return "tensor memory";
   return exponential >= issue ? "exponentials" : "instruction issue";
 }
 

@@ -21,6 +21,11 @@ struct ForwardShape {
   core::int64 head_dim_v = 128;
   double special_share = 1.0;  // of the exponentials, by the special function unit
   double instructions = 2.8;   // of a warp, for 32 scores
+  core::int64 ctas = 1;        // that share products: each brings its part of keys and values
+  // Blackwell, where scores and output lie in tensor memory: how often a score is read, and the
+  // share of steps at which the output is read to be rescaled. 0, 0: there is none.
+  double score_reads = 0.0;
+  double rescales = 0.0;
 };
 
 // Cycles of one step, of each unit alone.
@@ -30,6 +35,7 @@ struct StepCycles {
   double issue = 0.0;
   double shared = 0.0;
   double copy = 0.0;
+  double tensor_memory = 0.0;  // reads by threads; their writes go beside them
 
   double bound() const;              // of all of them together
   std::string_view binding() const;  // the unit that sets it

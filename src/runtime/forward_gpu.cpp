@@ -243,6 +243,14 @@ ForwardKernel::ForwardKernel(Device& device, const ForwardConfig& config, Jit& j
       config);
 }
 
+namespace {
+
+// Whether a CTA takes tile after tile by itself, so that there is one for each multiprocessor.
+bool keeps_ctas(const FwdConfig& c) { return c.persistent; }
+bool keeps_ctas(const core::Fwd100Config& c) { return c.persistent && !c.launch_control; }
+
+}  // namespace
+
 template <typename Config>
 ForwardTiles fill_forward_params(FwdParams& params, const ForwardCall& call, const Config& config,
                                  const DeviceProperties& chip) {
@@ -296,7 +304,7 @@ ForwardTiles fill_forward_params(FwdParams& params, const ForwardCall& call, con
   const auto ctas = static_cast<std::uint32_t>(core::ctas_of(config));
   const std::uint32_t most = static_cast<std::uint32_t>(chip.sm_count) / ctas;
   return {static_cast<std::uint32_t>(core::threads_of(config)),
-          ctas * (config.persistent ? std::min(clusters, most) : clusters)};
+          ctas * (keeps_ctas(config) ? std::min(clusters, most) : clusters)};
 }
 
 template ForwardTiles fill_forward_params(FwdParams&, const ForwardCall&, const FwdConfig&,
@@ -311,15 +319,16 @@ void ForwardKernel::encode_maps(FwdParams& params, const Problem& p, const Confi
     params.out_map = encode(device_, p.out, extent.q, p.head_dim_v, core::out_box_rows(config));
   }
   if (config.source == core::Source::gather) return;
-  const int32 key_rows =
-      config.source == core::Source::paged ? params.page_box : core::key_rows_of(config);
+  const bool paged = config.source == core::Source::paged;
+  const int32 key_rows = paged ? params.page_box : core::key_rows_of(config);
+  const int32 value_rows = paged ? params.page_box : core::value_rows_of(config);
   const int32 query_rows = core::query_box_rows(config);
   const int32 boxes = core::rows_of(config) / query_rows;  // of a tile
   params.q = config.packed ? encode_packed(device_, p, extent.q, params.queries_per_tile / boxes)
                            : encode(device_, p.q, extent.q, p.head_dim, query_rows);
   const bool has_keys = has_elements(p.k, extent.k);
   params.k = has_keys ? encode(device_, p.k, extent.k, p.head_dim, key_rows) : params.q;
-  params.v = has_keys ? encode(device_, p.v, extent.k, p.head_dim_v, key_rows) : params.q;
+  params.v = has_keys ? encode(device_, p.v, extent.k, p.head_dim_v, value_rows) : params.q;
 }
 
 void ForwardKernel::run(const ForwardCall& call, Stream stream) const {

@@ -48,6 +48,8 @@ std::string forward_expression(const core::Fwd100Config& config);
 // The translation unit of a configuration.
 std::string forward_text(const core::FwdConfig& config);
 std::string forward_text(const core::Fwd100Config& config);
+// What device/fwd_sm100.cuh expects in front of it.
+std::vector<std::string> forward_instructions_sm100();
 std::string forward_text(const ForwardConfig& config);
 
 // The translation unit of the kernel that merges the parts.

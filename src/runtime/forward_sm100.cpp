@@ -1,6 +1,7 @@
 // The forward kernel for Blackwell: problem -> configuration -> kernel text.
 #include <algorithm>
 
+#include "core/mask.h"
 #include "runtime/forward_config.h"
 #include "runtime/forward_gpu.h"
 #include "runtime/source.h"
@@ -12,6 +13,16 @@ namespace {
 using core::Fwd100Config;
 using core::int32;
 using core::Problem;
+
+// Two CTAs share their products where every row sees the same keys and little is done to scores:
+// half as much of keys and values is copied, and read by products, for each of them. The last pair
+// of a head may lack half of its rows: not where that is much.
+bool suits_pairs(const Fwd100Config& c, const Problem& p) {
+  const core::int64 tiles = core::ceil_div(p.seqlen_q, core::rows_of(c));
+  return core::is_dense(c) && c.head_dim_v % 128 == 0 && (tiles % 2 == 0 || tiles >= 8) &&
+         c.transform != core::ScoreTransform::softcap && !core::modifies_scores(c) &&
+         !c.has_dropout;
+}
 
 // Of 16 exponentials, how many go by polynomial: the fewest that bring the exponential unit below
 // 7/8 of what binds without it, the tensor cores or that unit at work together with the FMA units
@@ -40,6 +51,10 @@ Fwd100Config choose_forward_sm100(const Problem& p, core::SoftmaxPolicy softmax,
   if (c.packed && !busy && p.seqlen_q * p.group_size() > core::query_tile_rows) {
     c.query_tiles = 2;
   }
+  c.split = forward_splits(p, c, sm_count) > 1;
+  if (c.split) c.has_sink = false;  // added once, when the parts are merged
+  if (c.packed || c.split) c.tma_out = false;
+  c.cta_pair = suits_pairs(c, p);
   // Out has memory of its own where that leaves three stages.
   c.stages = 3;
   c.out_apart = core::shared_bytes(c) <= core::shared_limit_bytes;
@@ -47,9 +62,8 @@ Fwd100Config choose_forward_sm100(const Problem& p, core::SoftmaxPolicy softmax,
   const int32 room = core::shared_limit_bytes - core::shared_bytes_but_stages(c);
   c.stages = std::min(room / core::stage_bytes(c), 6);
   c.polynomial = polynomial_share(c, arch);
-  c.split = forward_splits(p, c, sm_count) > 1;
-  if (c.split) c.has_sink = false;  // added once, when the parts are merged
-  if (c.packed || c.split) c.tma_out = false;
+  c.max_with_load = arch.starts_with("sm_103") &&
+                    (c.transform == core::ScoreTransform::none || core::modifies_scores(c));
   c.polynomial_degree = p.lse || c.dtype == core::DType::f16 ? 4 : 3;
   return c;
 }
@@ -88,14 +102,27 @@ std::string forward_expression(const Fwd100Config& c) {
   text.flag("out_apart", c.out_apart);
   text.flag("persistent", c.persistent);
   text.flag("issue_order", c.issue_order);
+  text.flag("cta_pair", c.cta_pair);
+  text.flag("launch_control", c.launch_control);
+  text.flag("max_with_load", c.max_with_load);
   return text.value();
+}
+
+std::vector<std::string> forward_instructions_sm100() {
+  std::vector<std::string> list{tcgen05_load_text(16), tcgen05_load_text(32),
+                                tcgen05_load_max_text(32), tcgen05_store_text(16)};
+  for (const int ctas : {1, 2}) {
+    for (const bool tensor_memory : {false, true}) {
+      list.push_back(tcgen05_mma_text({.a_in_tensor_memory = tensor_memory, .cta_group = ctas}));
+    }
+  }
+  return list;
 }
 
 std::string forward_text(const Fwd100Config& c) {
   KernelSource source;
   source.include = "device/fwd_sm100.cuh";
-  source.instructions = {tcgen05_mma_text({}), tcgen05_mma_text({.a_in_tensor_memory = true}),
-                         tcgen05_load_text(16), tcgen05_load_text(32), tcgen05_store_text(16)};
+  source.instructions = forward_instructions_sm100();
   source.call = "fovea::device::fwd<" + forward_expression(c) + ">";
   source.params = "fovea::core::FwdParams";
   source.threads = core::threads_of(c);

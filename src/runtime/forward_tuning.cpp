@@ -49,14 +49,16 @@ constexpr std::array<Field<FwdConfig>, 9> fields_of(const FwdConfig*) {
            {"cluster", &FwdConfig::cluster, nullptr, 1, 2}}};
 }
 
-constexpr std::array<Field<Fwd100Config>, 7> fields_of(const Fwd100Config*) {
+constexpr std::array<Field<Fwd100Config>, 9> fields_of(const Fwd100Config*) {
   return {{{"query_tiles", &Fwd100Config::query_tiles},
            {"stages", &Fwd100Config::stages},
            {"first_part", &Fwd100Config::first_part},
            {"polynomial", &Fwd100Config::polynomial},
            {"polynomial_degree", &Fwd100Config::polynomial_degree},
            {"out_apart", nullptr, &Fwd100Config::out_apart, 0, 1},
-           {"persistent", nullptr, &Fwd100Config::persistent, 0, 1}}};
+           {"persistent", nullptr, &Fwd100Config::persistent, 0, 1},
+           {"cta_pair", nullptr, &Fwd100Config::cta_pair, 0, 1},
+           {"launch_control", nullptr, &Fwd100Config::launch_control, 0, 1}}};
 }
 
 template <typename Config>
@@ -114,6 +116,10 @@ std::string objection(const Fwd100Config& c) {
   if (c.query_tiles < 1 || c.query_tiles > 2) return "it has 1 or 2 query tiles";
   if (c.stages < 2) return "it has at least 2 stages";
   if (c.polynomial > 16) return "polynomial counts exponentials of 16";
+  if (c.cta_pair && !(core::is_dense(c) && c.head_dim_v % 128 == 0)) {
+    return "CTA pairs take keys that all rows see, in one piece, and head_dim_v 128 or 256";
+  }
+  if (c.launch_control && !c.persistent) return "launch_control hands tiles to persistent CTAs";
   const int32 bytes = core::shared_bytes(c);
   if (bytes > core::shared_limit_bytes) {
     return text("it needs ", bytes, " bytes of shared memory of ", core::shared_limit_bytes);
@@ -164,15 +170,62 @@ model::ForwardShape shape_of(const FwdConfig& c) {
 }
 
 model::ForwardShape shape_of(const Fwd100Config& c) {
-  // A polynomial of degree 3 takes about eight more instructions than the special function unit.
+  // Packed multiply-adds and sums, a conversion for two and the exponential are 2.5 instructions a
+  // score, a maximum half of one; a polynomial of degree 3 takes about eight more than the special
+  // function unit. With a maximum scores are read twice. An online one grows at nearly every step
+  // in one of a warp's 32 rows.
   const double share = c.polynomial / 16.0;
+  const bool guarded = c.softmax == core::SoftmaxPolicy::sum_guard;
+  const double maximum = guarded || c.max_with_load ? 0.0 : 0.5;
   return {.rows = core::rows_of(c),
           .tile_rows = 128,
           .keys = c.tile_k,
           .head_dim = c.head_dim,
           .head_dim_v = c.head_dim_v,
           .special_share = 1.0 - share,
-          .instructions = 2.8 + 8.0 * share};
+          .instructions = 2.8 + maximum + 8.0 * share,
+          .ctas = core::ctas_of(c),
+          .score_reads = guarded ? 1.0 : 2.0,
+          .rescales = c.softmax == core::SoftmaxPolicy::online ? 1.0 : 0.0};
+}
+
+std::string describe(const model::StepCycles& step) {
+  return text(step.tensor, " cycles of tensor cores, ", step.exponential, " exponentials, ",
+              step.issue, " issue, ", step.shared, " shared memory, ", step.copy, " copies from L2",
+              step.tensor_memory > 0.0 ? text(", ", step.tensor_memory, " tensor memory") : "");
+}
+
+// What a step would take with one technique of the kernel changed.
+std::string techniques(const FwdConfig&, const model::Gpu&) { return {}; }
+
+std::string techniques(const Fwd100Config& chosen, const model::Gpu& gpu) {
+  using core::SoftmaxPolicy;
+  std::string result;
+  const auto line = [&](std::string_view name, const Fwd100Config& c) {
+    if (c == chosen) return;
+    const model::StepCycles step = model::forward_step(gpu, shape_of(c));
+    result += text("but        ", name, ": ", step.bound(), " cycles, bound by ", step.binding(),
+                   " (", describe(step), ")\n");
+  };
+  const auto changed = [&](const auto& change) {
+    Fwd100Config c = chosen;
+    change(c);
+    return c;
+  };
+  line("every exponential by the special function unit",
+       changed([](Fwd100Config& c) { c.polynomial = 0; }));
+  line("2 of 16 exponentials by polynomial", changed([](Fwd100Config& c) { c.polynomial = 2; }));
+  line("no running maximum",
+       changed([](Fwd100Config& c) { c.softmax = SoftmaxPolicy::sum_guard; }));
+  line("a running maximum, rescaled where it has grown by 2^8",
+       changed([](Fwd100Config& c) { c.softmax = SoftmaxPolicy::conditional; }));
+  line("a running maximum, rescaled always",
+       changed([](Fwd100Config& c) { c.softmax = SoftmaxPolicy::online; }));
+  line("each CTA by itself", changed([](Fwd100Config& c) { c.cta_pair = false; }));
+  if (core::is_dense(chosen) && chosen.head_dim_v % 128 == 0) {
+    line("CTA pairs", changed([](Fwd100Config& c) { c.cta_pair = true; }));
+  }
+  return result;
 }
 
 }  // namespace
@@ -326,9 +379,9 @@ std::string explain(const Problem& problem, const Options& options, std::string_
            target.chip.arch, "\nsources    ", target.chip.sources, "\nchosen     ",
            forward_fields(target.chosen), "\nmodel      ",
            model::forward_ms(target.chip, forward_shape(target.chosen), target.problem),
-           " ms, bound by ", step.binding(), "\nstep       ", step.tensor,
-           " cycles of tensor cores, ", step.exponential, " exponentials, ", step.issue, " issue, ",
-           step.shared, " shared memory, ", step.copy, " copies from L2\n");
+           " ms, bound by ", step.binding(), "\nstep       ", step.bound(),
+           " cycles: ", describe(step), "\n");
+  result += std::visit([&](const auto& c) { return techniques(c, target.chip); }, target.chosen);
   constexpr std::size_t shown = 8;
   std::size_t refused = 0;
   std::size_t listed = 0;

@@ -139,6 +139,17 @@ std::string tcgen05_load_text(int words) {
          "\n: \"r\"(address.value) : \"memory\");\n}\n";
 }
 
+std::string tcgen05_load_max_text(int words) {
+  check_words(words);
+  const std::string n = std::to_string(words);
+  return "__forceinline__ void tcgen05_load_max_32x32b_x" + n + "(uint32 (&words)[" + n +
+         "], float& largest, TensorAddress address) {\n"
+         "  asm volatile(\"tcgen05.ld.red.sync.aligned.32x32b.x" +
+         n + ".max.NaN.f32 {" + places(0, words) + "}, " + place(words) + ", [" + place(words + 1) +
+         "];\"\n: " + operands("=r", "words", words) +
+         ", \"=f\"(largest)\n: \"r\"(address.value) : \"memory\");\n}\n";
+}
+
 std::string tcgen05_store_text(int words) {
   check_words(words);
   const std::string n = std::to_string(words);

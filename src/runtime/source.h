@@ -44,6 +44,8 @@ std::string tcgen05_mma_text(const Tcgen05Mma& product);
 // tcgen05.ld / tcgen05.st .32x32b of `words` columns (a power of two, 1..128), for each of 32
 // lanes.
 std::string tcgen05_load_text(int words);
+// The same with the largest of the words as a float, NaN if one is (sm_103a).
+std::string tcgen05_load_max_text(int words);
 std::string tcgen05_store_text(int words);
 
 // One kernel as a translation unit.

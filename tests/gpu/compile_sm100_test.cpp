@@ -38,6 +38,12 @@ struct Variant {
 
 std::ostream& operator<<(std::ostream& out, const Variant& v) { return out << v.name; }
 
+void alone(Fwd100Config& c) {
+  c.cta_pair = false;
+  c.stages = 3;
+}
+void launch_control(Fwd100Config& c) { c.launch_control = true; }
+
 void split_pages(Fwd100Config& c) {
   c.source = core::Source::paged;
   c.packed = c.split = c.ragged = true;
@@ -46,6 +52,9 @@ void split_pages(Fwd100Config& c) {
 
 const Variant variants[] = {
     {.name = "d128"},
+    {.name = "d128_alone", .change = alone},
+    {.name = "d128_launch_control", .change = launch_control},
+    {.name = "d128_causal_launch_control", .window = {-1, 0}, .change = launch_control},
     {.name = "d128_causal", .window = {-1, 0}},
     {.name = "d128_window_ragged_sink", .window = {100, 20}, .ragged = true, .sink = true},
     {.name = "d128_conditional", .softmax = SoftmaxPolicy::conditional},
@@ -63,14 +72,10 @@ const Variant variants[] = {
      .f32_out = true},
     {.name = "d96", .head_dim = 96, .head_dim_v = 96},
     {.name = "d192_128_causal", .head_dim = 192, .window = {-1, 0}},
-    {.name = "d128_alibi_bias_mask", .window = {-1, 0}, .position = true, .spills = true},
+    {.name = "d128_alibi_bias_mask", .window = {-1, 0}, .position = true},
     {.name = "d128_dropout", .dropout = 0.5f},
     {.name = "d128_packed_split_pages", .seqlen_q = 1, .change = split_pages},
-    {.name = "d256_alibi_bias_mask",
-     .head_dim = 256,
-     .head_dim_v = 256,
-     .position = true,
-     .spills = true},
+    {.name = "d256_alibi_bias_mask", .head_dim = 256, .head_dim_v = 256, .position = true},
     {.name = "d256", .head_dim = 256, .head_dim_v = 256},
     {.name = "d256_window_ragged_softcap_sink",
      .head_dim = 256,
@@ -89,7 +94,8 @@ Fwd100Config configure(const Variant& v, const char* arch) {
   static const int lengths[] = {0, 1};
   static float anything[1];
   core::Problem p;
-  p.batch = p.heads_q = p.heads_kv = 1;
+  p.batch = 1;
+  p.heads_q = p.heads_kv = 64;  // enough for keys to stay whole
   p.seqlen_q = v.seqlen_q;
   p.seqlen_k = 1024;
   p.head_dim = v.head_dim;
@@ -127,8 +133,8 @@ TEST_P(CompileForward100, WithoutSpillsOrAdvisoriesButWhereKnown) {
     ASSERT_EQ(result.image->report.kernels.size(), 1u);
     EXPECT_EQ(result.image->report.kernels[0].spill_store_bytes > 0, variant.spills)
         << "a variant that spills no longer has to be held to it";
-    std::printf("%d query tiles, %d stages, %.1f s\n", config.query_tiles, config.stages,
-                result.seconds);
+    std::printf("%d query tiles%s, %d stages, %.1f s\n", config.query_tiles,
+                config.cta_pair ? " in a pair" : "", config.stages, result.seconds);
   } catch (const runtime::CompileError& fault) {
     ADD_FAILURE() << fault.what() << "\n" << fault.log();
   }

@@ -8,6 +8,10 @@
 #include <bit>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -18,6 +22,7 @@
 #include "runtime/source.h"
 #include "tests/jit/jit_support.h"
 #include "tests/tolerance.h"
+#include "tools/safetensors.h"
 
 namespace fovea::tests {
 namespace {
@@ -68,6 +73,22 @@ class Inputs {
     const int64 row = static_cast<int64>(p.head_dim_v) * shape.heads;
     p.out = {nullptr, core::DType::bf16, {p.seqlen_q * row, row, p.head_dim_v, 1}};
     p.lse = {lse_mark, core::DType::f32, {p.seqlen_q * shape.heads, p.seqlen_q, 1, 0}};
+  }
+
+  // Takes the numbers of a file, rounded to bf16; its shapes are those of the problem.
+  void fill_from(const tools::Safetensors& layer) {
+    const auto fill = [&](const char* name, std::vector<uint16>& values) {
+      const std::span<const std::byte> bytes = layer.tensors.at(name).bytes;
+      ASSERT_EQ(bytes.size(), 4 * values.size());
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        float value = 0.0f;
+        std::memcpy(&value, bytes.data() + 4 * i, 4);
+        values[i] = core::float_to_bf16(value);
+      }
+    };
+    fill("q", q);
+    fill("k", k);
+    fill("v", v);
   }
 
   core::Problem problem;
@@ -152,6 +173,16 @@ struct SeedCase {
   Shape shape;
   SoftmaxPolicy softmax = SoftmaxPolicy::sum_guard;
   int32 query_tiles = 2;
+  bool pair = false;  // of CTAs
+  bool launch_control = false;
+
+  Fwd100Config configure(const Inputs& inputs) const {
+    Fwd100Config config = tests::configure(inputs, softmax);
+    config.launch_control = launch_control;
+    EXPECT_EQ(config.query_tiles, query_tiles);
+    EXPECT_EQ(config.cta_pair, pair);
+    return config;
+  }
 };
 
 class Seeds : public testing::TestWithParam<SeedCase> {};
@@ -159,8 +190,7 @@ class Seeds : public testing::TestWithParam<SeedCase> {};
 TEST_P(Seeds, DoNotChangeABit) {
   const SeedCase& c = GetParam();
   const Inputs inputs(c.shape);
-  Fwd100Config config = configure(inputs, c.softmax);
-  EXPECT_EQ(config.query_tiles, c.query_tiles);
+  const Fwd100Config config = c.configure(inputs);
   const Result eager = run(inputs, config);
   const Result lazy = run(inputs, config, {.order = EmulationOptions::Order::lazy});
   EXPECT_EQ(lazy.out, eager.out);
@@ -174,19 +204,43 @@ TEST_P(Seeds, DoNotChangeABit) {
 
 INSTANTIATE_TEST_SUITE_P(
     Kernels, Seeds,
-    testing::Values(SeedCase{"guarded", {.seqlen_q = 300, .seqlen_k = 520, .window = {-1, 0}}},
-                    SeedCase{"conditional",
-                             {.seqlen_q = 256, .seqlen_k = 640, .head_dim = 64, .head_dim_v = 64},
-                             SoftmaxPolicy::conditional},
-                    SeedCase{"online", {.seqlen_q = 130, .seqlen_k = 384}, SoftmaxPolicy::online},
-                    SeedCase{"one_tile",
-                             {.seqlen_q = 200, .seqlen_k = 500, .head_dim = 256, .head_dim_v = 256},
-                             SoftmaxPolicy::sum_guard,
-                             1},
-                    SeedCase{"one_tile_conditional",
-                             {.seqlen_q = 100, .seqlen_k = 640},
-                             SoftmaxPolicy::conditional,
-                             1}),
+    testing::Values(
+        SeedCase{"guarded", {.seqlen_q = 300, .seqlen_k = 520, .window = {-1, 0}}},
+        SeedCase{"conditional",
+                 {.seqlen_q = 256, .seqlen_k = 640, .head_dim = 64, .head_dim_v = 64},
+                 SoftmaxPolicy::conditional},
+        SeedCase{"online", {.seqlen_q = 130, .seqlen_k = 384}, SoftmaxPolicy::online},
+        SeedCase{"one_tile",
+                 {.seqlen_q = 100, .seqlen_k = 500, .head_dim = 256, .head_dim_v = 256},
+                 SoftmaxPolicy::sum_guard,
+                 1},
+        SeedCase{"one_tile_conditional",
+                 {.seqlen_q = 100, .seqlen_k = 640},
+                 SoftmaxPolicy::conditional,
+                 1},
+        SeedCase{"pair", {.seqlen_q = 400, .seqlen_k = 520}, SoftmaxPolicy::sum_guard, 2, true},
+        SeedCase{"pair_conditional",
+                 {.seqlen_q = 300, .seqlen_k = 520, .head_dim = 192},
+                 SoftmaxPolicy::conditional,
+                 2,
+                 true},
+        SeedCase{"pair_one_tile",
+                 {.seqlen_q = 200, .seqlen_k = 300, .head_dim = 256, .head_dim_v = 256},
+                 SoftmaxPolicy::sum_guard,
+                 1,
+                 true},
+        SeedCase{"launch_control",
+                 {.seqlen_q = 300, .seqlen_k = 300, .window = {-1, 0}, .heads = 2},
+                 SoftmaxPolicy::sum_guard,
+                 2,
+                 false,
+                 true},
+        SeedCase{"pair_launch_control",
+                 {.seqlen_q = 300, .seqlen_k = 200, .heads = 3},
+                 SoftmaxPolicy::online,
+                 2,
+                 true,
+                 true}),
     [](const auto& tested) { return std::string(tested.param.name); });
 
 // The fast form counts on products being executed in the order of issue. Where only the manual's
@@ -204,6 +258,22 @@ TEST(IssueOrder, IsCountedOnOnlyWhereTheConfigurationSaysSo) {
   }
 }
 
+// B300: the same results with the maximum that comes with the load.
+TEST(BlackwellUltra, TakesTheMaximumWithTheLoad) {
+  const Inputs inputs({.seqlen_q = 300, .seqlen_k = 400, .window = {-1, 0}});
+  for (const SoftmaxPolicy policy : {SoftmaxPolicy::conditional, SoftmaxPolicy::sum_guard}) {
+    Fwd100Config config = runtime::choose_forward_sm100(inputs.problem, policy, "sm_103a");
+    EXPECT_TRUE(config.max_with_load);
+    const Result with_load = run(inputs, config, {}, "emulated:sm_103a");
+    config.max_with_load = false;
+    const Result alone = run(inputs, config, {}, "emulated:sm_103a");
+    EXPECT_EQ(with_load.out, alone.out);
+    EXPECT_EQ(with_load.lse, alone.lse);
+    EXPECT_LE(with_load.report["total"]["alu_lanes"].get<uint64>(),
+              alone.report["total"]["alu_lanes"].get<uint64>() - 128 * 32);
+  }
+}
+
 // ---- Tile after tile
 // --------------------------------------------------------------------------------
 
@@ -214,8 +284,7 @@ class Persistent : public testing::TestWithParam<SeedCase> {};
 TEST_P(Persistent, TakesTileAfterTile) {
   const SeedCase& c = GetParam();
   const Inputs inputs(c.shape);
-  const Fwd100Config config = configure(inputs, c.softmax);
-  EXPECT_EQ(config.query_tiles, c.query_tiles);
+  const Fwd100Config config = c.configure(inputs);
   const cpu::ReferenceResult exact = cpu::reference_forward(inputs.problem);
   const cpu::ReferenceResult naive = cpu::naive_forward(inputs.problem);
   const Result result = run(inputs, config, {.order = EmulationOptions::Order::random, .seed = 5});
@@ -279,6 +348,43 @@ TEST(Rescaling, IsRareWithAThresholdAndRarerWithTheGuard) {
   EXPECT_LE(8 * rescaled[2], rescaled[0]);
 }
 
+// q, k and v of the demo: all heads of the layers of a language model, on a paragraph of text.
+TEST(Rescaling, IsRareOnRealText) {
+  std::array<uint64, 3> rescaled{};
+  for (int layer = 0; layer < 6; ++layer) {
+    const std::string name = "../../examples/minilm/layer" + std::to_string(layer) + ".safetensors";
+    const std::filesystem::path path =
+        (std::filesystem::path(FOVEA_TEST_DATA) / name).lexically_normal();
+    std::ifstream file(path, std::ios::binary);
+    const std::string bytes((std::istreambuf_iterator<char>(file)),
+                            std::istreambuf_iterator<char>());
+    const tools::Safetensors tensors =
+        tools::parse_safetensors(std::as_bytes(std::span(bytes.data(), bytes.size())));
+    const std::vector<std::int64_t>& shape = tensors.tensors.at("q").shape;
+    Inputs inputs({.seqlen_q = shape[1],
+                   .seqlen_k = shape[1],
+                   .head_dim = static_cast<int32>(shape[3]),
+                   .head_dim_v = static_cast<int32>(shape[3]),
+                   .heads = static_cast<int32>(shape[2])});
+    inputs.fill_from(tensors);
+    for (const SoftmaxPolicy policy :
+         {SoftmaxPolicy::online, SoftmaxPolicy::conditional, SoftmaxPolicy::sum_guard}) {
+      const Fwd100Config config = configure(inputs, policy);
+      const uint64 rows = run(inputs, config, {.checks = false}).counters[0];
+      std::printf("layer %d %d: %llu\n", layer, static_cast<int>(policy),
+                  static_cast<unsigned long long>(rows));
+      rescaled[static_cast<std::size_t>(policy)] += rows;
+    }
+  }
+  std::printf("rows rescaled, six layers of the demo: online %llu, conditional %llu, guard %llu\n",
+              static_cast<unsigned long long>(rescaled[0]),
+              static_cast<unsigned long long>(rescaled[1]),
+              static_cast<unsigned long long>(rescaled[2]));
+  EXPECT_GT(rescaled[0], 0u);
+  EXPECT_LE(8 * rescaled[1], rescaled[0]);
+  EXPECT_LE(8 * rescaled[2], rescaled[0]);
+}
+
 // ---- Counts per tile ----------------------------------------------------------------------------
 
 // Counters of `warps` of a report, summed.
@@ -292,16 +398,19 @@ uint64 sum_of(const json& report, const char* name, std::size_t first, std::size
 struct TileCounts {
   uint64 tensor_flops, exponentials, fma, shared_tensor_bytes, softmax_reads, softmax_writes,
       load_bytes, correction_waits;
+  json all;  // every counter of the report
 };
 
-TileCounts count_tile(const Shape& shape, SoftmaxPolicy softmax, int32 polynomial) {
+TileCounts count_tile(const Shape& shape, SoftmaxPolicy softmax, int32 polynomial, bool pair) {
   TileCounts counts[2];
+  const auto tiles = static_cast<uint64>(shape.seqlen_q / 128);
   for (const int i : {0, 1}) {
     Shape longer = shape;
     longer.seqlen_k = 384 + 128 * i;  // full tiles beyond the first
     const Inputs inputs(longer);
     Fwd100Config config = configure(inputs, softmax);
     config.polynomial = polynomial;
+    EXPECT_EQ(config.cta_pair, pair);
     const json report = run(inputs, config, {.checks = false}).report;
     const auto softmax_warps = static_cast<std::size_t>(4 * config.query_tiles);
     const json& total = report["total"];
@@ -312,28 +421,42 @@ TileCounts count_tile(const Shape& shape, SoftmaxPolicy softmax, int32 polynomia
                  sum_of(report, "tensor_memory_read_bytes", 0, softmax_warps),
                  sum_of(report, "tensor_memory_write_bytes", 0, softmax_warps),
                  total["tma_load_bytes"],
-                 sum_of(report, "barrier_waits", softmax_warps, softmax_warps + 4)};
+                 sum_of(report, "barrier_waits", softmax_warps, softmax_warps + 4),
+                 total};
   }
   const auto each = [&](uint64 TileCounts::*field) {
-    return (counts[1].*field - counts[0].*field) / 2;  // 256 rows, in one CTA or in two
+    return (counts[1].*field - counts[0].*field) / tiles;
   };
-  return {each(&TileCounts::tensor_flops),  each(&TileCounts::exponentials),
-          each(&TileCounts::fma),           each(&TileCounts::shared_tensor_bytes),
-          each(&TileCounts::softmax_reads), each(&TileCounts::softmax_writes),
-          each(&TileCounts::load_bytes),    each(&TileCounts::correction_waits)};
+  json all;
+  for (const auto& [name, value] : counts[1].all.items()) {
+    all[name] = (value.get<uint64>() - counts[0].all[name].get<uint64>()) / tiles;
+  }
+  return {each(&TileCounts::tensor_flops),
+          each(&TileCounts::exponentials),
+          each(&TileCounts::fma),
+          each(&TileCounts::shared_tensor_bytes),
+          each(&TileCounts::softmax_reads),
+          each(&TileCounts::softmax_writes),
+          each(&TileCounts::load_bytes),
+          each(&TileCounts::correction_waits),
+          all};
 }
 
-class Counts : public testing::TestWithParam<std::tuple<int, SoftmaxPolicy, int>> {};
+class Counts : public testing::TestWithParam<std::tuple<int, SoftmaxPolicy, int, bool>> {};
 
 TEST_P(Counts, AreTheBudget) {
-  const auto [head_dim, softmax, polynomial] = GetParam();
-  const Shape shape{.head_dim = head_dim, .head_dim_v = head_dim};
-  const TileCounts c = count_tile(shape, softmax, polynomial);
+  const auto [head_dim, softmax, polynomial, pair] = GetParam();
+  // 256 rows: two query tiles of a CTA, or one of each CTA of a pair, or 512, two of each.
+  const Shape shape{.seqlen_q = pair && head_dim <= 128 ? 512 : 256,
+                    .head_dim = head_dim,
+                    .head_dim_v = head_dim};
+  const TileCounts c = count_tile(shape, softmax, polynomial, pair);
   const auto d = static_cast<uint64>(head_dim);
   const auto share = static_cast<uint64>(polynomial);
   constexpr uint64 scores = 128 * 128;
   const bool guarded = softmax == SoftmaxPolicy::sum_guard;
   const uint64 query_tiles = d > 128 ? 1 : 2;
+  const uint64 ctas = pair ? 2 : 1;
   EXPECT_EQ(c.tensor_flops, 4 * scores * d);
   // The other policies compute one factor a row, too.
   const uint64 exponentials = scores * (16 - share) / 16 + (guarded ? 0 : 128);
@@ -343,24 +466,29 @@ TEST_P(Counts, AreTheBudget) {
   EXPECT_GE(c.fma, fma);
   EXPECT_LE(c.fma, fma + 128 * 8);
   // Per 16 columns of depth 128 rows of q and of k; then v, its weights come from tensor memory.
-  EXPECT_EQ(c.shared_tensor_bytes, (2 * 128 * d + 128 * d) * 2);
+  // A pair's keys and values are read once for both.
+  EXPECT_EQ(c.shared_tensor_bytes, (128 * d + 2 * 128 * d / ctas) * 2);
   EXPECT_EQ(c.softmax_reads, (guarded ? 1 : 2) * scores * 4);
   EXPECT_EQ(c.softmax_writes, scores * 2);
-  EXPECT_EQ(c.load_bytes, 2 * 128 * d * 2 / query_tiles);
-  std::printf("%4d %-12s %2d/16 %10llu %8llu %8llu %8llu %8llu %8llu %8llu %8llu\n", head_dim,
-              guarded ? "sum_guard" : "conditional", polynomial, c.tensor_flops, c.exponentials,
-              c.fma, c.shared_tensor_bytes, c.softmax_reads, c.softmax_writes, c.load_bytes,
-              c.correction_waits);
+  EXPECT_EQ(c.load_bytes, 2 * 128 * d * 2 / query_tiles / ctas);
+  std::printf("%4d %-5s %-12s %2d/16 %10llu %8llu %8llu %8llu %8llu %8llu %8llu %8llu\n", head_dim,
+              pair ? "pair" : "", guarded ? "sum_guard" : "conditional", polynomial, c.tensor_flops,
+              c.exponentials, c.fma, c.shared_tensor_bytes, c.softmax_reads, c.softmax_writes,
+              c.load_bytes, c.correction_waits);
+  // Read by bench/blackwell_counts.py.
+  std::printf("counts %s %d %s %d/16 %s\n", pair ? "pair" : "alone", head_dim,
+              guarded ? "sum_guard" : "conditional", polynomial, c.all.dump().c_str());
   // Without a vote the correction warps have nothing to do.
   EXPECT_EQ(c.correction_waits == 0, guarded);
 }
 
 INSTANTIATE_TEST_SUITE_P(Budget, Counts,
-                         testing::Values(std::tuple{128, SoftmaxPolicy::sum_guard, 2},
-                                         std::tuple{128, SoftmaxPolicy::sum_guard, 0},
-                                         std::tuple{128, SoftmaxPolicy::conditional, 2},
-                                         std::tuple{64, SoftmaxPolicy::sum_guard, 7},
-                                         std::tuple{256, SoftmaxPolicy::sum_guard, 0}));
+                         testing::Values(std::tuple{128, SoftmaxPolicy::sum_guard, 2, false},
+                                         std::tuple{128, SoftmaxPolicy::sum_guard, 2, true},
+                                         std::tuple{128, SoftmaxPolicy::sum_guard, 0, true},
+                                         std::tuple{128, SoftmaxPolicy::conditional, 2, false},
+                                         std::tuple{64, SoftmaxPolicy::sum_guard, 7, false},
+                                         std::tuple{256, SoftmaxPolicy::sum_guard, 0, true}));
 
 // ---- Polynomial exponentials --------------------------------------------------------------------
 
@@ -380,13 +508,11 @@ TEST(Polynomial, IsWithinOneUnitOfTheSpecialFunctionUnit) {
     }
     })";
   const auto device = runtime::open_device("emulated:sm_100a");
-  runtime::KernelSource source;
-  source.instructions = {};
-  const auto kernel = build_kernel(
-      *device,
-      "#include \"device/tcgen05.h\"\nnamespace fovea::device {\n" + runtime::tcgen05_mma_text({}) +
-          runtime::tcgen05_mma_text({.a_in_tensor_memory = true}) + runtime::tcgen05_load_text(16) +
-          runtime::tcgen05_load_text(32) + runtime::tcgen05_store_text(16) + "}\n" + text);
+  std::string instructions;
+  for (const std::string& each : runtime::forward_instructions_sm100()) instructions += each;
+  const auto kernel =
+      build_kernel(*device, "#include \"device/tcgen05.h\"\nnamespace fovea::device {\n" +
+                                instructions + "}\n" + text);
   constexpr int count = 1 << 16;
   const DeviceBuffer out(*device, count * 8);
   struct {

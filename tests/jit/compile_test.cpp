@@ -192,13 +192,17 @@ TEST_P(CompileTest, EveryWrapper) {
     compile("every wrapper", std::string(common_calls) + entry_text(R"(
       const ClusterAddress even = {shared_address(&plan.barrier).value & 0xfeffffffu};
       const SharedAddress tile = shared_address(plan.tile);
-      tma_load_pair(tile, &p.map, even, {p.c[0], p.c[1]});
-      tma_load_pair(tile, &p.map, even, {p.c[0], p.c[1], p.c[2], p.c[3]});
-      tma_load_pair(tile, &p.map, even, {p.c[0], p.c[1], p.c[2], p.c[3], p.c[4]});
+      tma_load_pair(tile, &p.map, even, {p.c[0], p.c[1]},
+                    cache_policy_evict_last());
+      tma_load_pair(tile, &p.map, even, {p.c[0], p.c[1], p.c[2], p.c[3]},
+                    cache_policy_evict_last());
+      tma_load_pair(tile, &p.map, even, {p.c[0], p.c[1], p.c[2], p.c[3], p.c[4]},
+                    cache_policy_evict_last());
       const float x = p.out[0];
       const float2 a = fma_f32x2(make_float2(x, x), make_float2(x, 1), add_f32x2({x, 2}, {x, 3}));
       p.out[2] = max3(a.x, a.y, multiply_f32x2(a, {x, x}).x);
       launch_control_try_cancel(tile, shared_address(&plan.barrier));
+      launch_control_try_cancel_all(tile, shared_address(&plan.barrier));
       const uint4 answer = load_shared_x4(tile);
       uint32 first = 0;
       const bool granted = launch_control_granted(answer.x | (uint64)answer.y << 32,
