@@ -2,9 +2,9 @@
 """What fovea's Blackwell forward kernel and another one do for a tile of 128 x 128 scores.
 
 Counts, not times: both run on the PTX emulator, at two lengths of keys that differ by one tile, and
-the counters are subtracted, so that what a kernel does once does not count. The other kernel is that
-of CUTLASS's example 77, or of any program that takes its options. It is built outside this
-repository (docs/emulator.md) for sm_100a with nvcc -cudart shared; what stands behind -- starts it:
+the counters are subtracted, so that what a kernel does once does not count. The other kernel is
+that of CUTLASS's example 77, or of any program that takes its options. It is built outside this
+repository (docs/emulator.md) for sm_100a with nvcc -cudart shared; behind -- stands what starts it:
 
     bench/blackwell_counts.py --build build -- ./77_blackwell_fmha
 

@@ -44,7 +44,9 @@ struct ForwardCase {
   bool sink = false;
   bool f16 = false;
   bool f32_out = false;
-  float rise = 0.0f;  // logits grow by this much per 128 keys, in the order that keys are visited
+  // Logits grow by this much per 128 keys from either end to the middle: so they do in whichever
+  // order keys are visited.
+  float rise = 0.0f;
   SoftmaxPolicy softmax = SoftmaxPolicy::sum_guard;
   std::vector<int32> cu_seqlens_q = {};
   std::vector<int32> cu_seqlens_k = {};
@@ -150,10 +152,10 @@ class ForwardCall {
     for (int64 i = 0; i < batches_ * rows_q * c.heads_q * c.head_dim; ++i) {
       store(q, c.rise != 0.0f && i % c.head_dim == 0 ? 8.0 : random.normal());
     }
-    const double step = -c.rise / (8.0 * problem.softmax_scale);
+    const double step = c.rise / (8.0 * problem.softmax_scale);
     for (int64 b = 0; b < batches_; ++b) {
       for (int64 row = 0; row < rows_k; ++row) {
-        const int64 block = row / 128;
+        const int64 block = std::min(row / 128, (rows_k - 1) / 128 - row / 128);  // from an end
         const bool used = c.seqused_k.empty() || row < c.seqused_k[static_cast<std::size_t>(b)];
         for (int32 h = 0; h < c.heads_kv; ++h) {
           for (int32 d = 0; d < c.head_dim; ++d) {
