@@ -352,10 +352,13 @@ void BenchCommand::execute_on_gpu(JsonOutput& json) const {
                     "--gpu for what the model expects",
                     fovea::name(options_.run.device)));
   }
-  if (backward_) throw Error("bench --backward times the CPU; leave out --device cuda");
+  if (backward_ && ablate_) {
+    throw Error("--ablate is for the forward pass; with --backward, --sweep times every schedule");
+  }
   if (sweep_ && ablate_) throw Error("--sweep and --ablate are two tables; give one of them");
   const GpuBench what = sweep_ ? GpuBench::sweep : ablate_ ? GpuBench::ablate : GpuBench::choice;
-  json.write(bench_gpu(cases(), what, repeat_, options_.quiet || json.on_standard_output()));
+  json.write(
+      bench_gpu(cases(), what, backward_, repeat_, options_.quiet || json.on_standard_output()));
 }
 
 int BenchCommand::execute() {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <functional>
 #include <optional>
 #include <thread>
 
@@ -28,13 +29,15 @@ struct Times {
   Statistics statistics;
 };
 
-// A problem in device memory, with the inputs of the host's workload.
+// A problem in device memory, with the inputs of the host's workload, and its gradients.
 class DeviceWorkload {
  public:
-  DeviceWorkload(const Workload& workload, Device device) : problem_(workload.problem) {
+  DeviceWorkload(const Workload& workload, Device device)
+      : problem_(workload.problem), gradients_(workload.gradients) {
     problem_.memory = Memory::device;
     for (Tensor* tensor : {&problem_.q, &problem_.k, &problem_.v, &problem_.out, &problem_.lse,
-                           &problem_.sink, &problem_.alibi}) {
+                           &problem_.sink, &problem_.alibi, &gradients_.dout, &gradients_.dq,
+                           &gradients_.dk, &gradients_.dv, &gradients_.dsink}) {
       if (!tensor->present) continue;
       const auto [n0, n1, n2, n3] = tensor->shape;
       const std::size_t bytes =
@@ -46,33 +49,50 @@ class DeviceWorkload {
   }
 
   [[nodiscard]] const Problem& problem() const { return problem_; }
+  [[nodiscard]] const Gradients& gradients() const { return gradients_; }
 
  private:
   Problem problem_;
+  Gradients gradients_;
   std::vector<DeviceMemory> memories_;
 };
 
-Times time_plan(const Plan& chosen, const Problem& problem, Device device, int repeat) {
+// Of a launch, which has run once to warm up.
+Times time_launches(const std::function<void()>& launch, Device device, int repeat) {
   Times times;
-  chosen.run(problem, {}, &times.statistics);  // warms up and waits
   DeviceTimer timer(device);
   std::vector<double> cool;
   for (int i = 0; i < (repeat > 0 ? repeat : default_repeat); ++i) {
     std::this_thread::sleep_for(pause);
     timer.start();
-    chosen.run(problem, {});
+    launch();
     timer.stop();
     cool.push_back(timer.milliseconds());
   }
   times.cool_ms = median(cool);
   // The first half brings the chip to the temperature and clock that the second is measured at.
   const int runs = std::max(1, static_cast<int>(busy_ms / std::max(times.cool_ms, 1e-3)));
-  for (int i = 0; i < runs; ++i) chosen.run(problem, {});
+  for (int i = 0; i < runs; ++i) launch();
   timer.start();
-  for (int i = 0; i < runs; ++i) chosen.run(problem, {});
+  for (int i = 0; i < runs; ++i) launch();
   timer.stop();
   times.warm_ms = timer.milliseconds() / runs;
   return times;
+}
+
+Times time_plan(const Plan& chosen, const Problem& problem, Device device, int repeat) {
+  Statistics statistics;
+  chosen.run(problem, {}, &statistics);  // warms up and waits
+  Times times = time_launches([&] { chosen.run(problem, {}); }, device, repeat);
+  times.statistics = statistics;
+  return times;
+}
+
+Times time_backward(const BackwardPlan& chosen, const DeviceWorkload& there, Device device,
+                    int repeat) {
+  const auto launch = [&] { chosen.run(there.problem(), there.gradients(), {}); };
+  launch();
+  return time_launches(launch, device, repeat);
 }
 
 // One line of a table: a problem with a configuration and a softmax policy.
@@ -90,6 +110,41 @@ struct Line {
 class Bench {
  public:
   Bench(int repeat, bool quiet) : repeat_(repeat), quiet_(quiet) {}
+
+  // Gradients of what the forward pass left in device memory.
+  void run_backward(const BenchCase& entry, GpuBench what) {
+    Workload workload = make_workload(entry.shape, entry.options, true);
+    fill_inputs(workload, 1);
+    add_gradients(workload, 1);
+    const Device device = entry.options.run.device;
+    const DeviceWorkload there(workload, device);
+    if (info_.name.empty()) info_ = device_info(device);
+    attention(there.problem(), entry.options.run);
+    std::vector<std::string> list{entry.options.run.configuration};
+    if (what == GpuBench::sweep)
+      list = backward_configurations(there.problem(), there.gradients(), info_.arch);
+    for (const std::string& configuration : list) {
+      Line line{shape_string(entry.shape),
+                describe(entry.options) + " backward",
+                configuration,
+                list.size() > 1 && configuration == list.front() ? "chosen" : "",
+                std::nullopt,
+                backward_flop_count(workload.problem),
+                {}};
+      Options options = entry.options.run;
+      options.own_workspace = true;
+      options.configuration = configuration;
+      try {
+        line.times = time_backward(plan_backward(there.problem(), there.gradients(), options),
+                                   there, device, repeat_);
+      } catch (const Error&) {
+        throw;
+      } catch (const std::exception& fault) {  // one that does not compile without spilling
+        line.fault = fault.what();
+      }
+      lines_.push_back(line);
+    }
+  }
 
   void run(const BenchCase& entry, GpuBench what) {
     Workload workload = make_workload(entry.shape, entry.options);
@@ -218,12 +273,17 @@ class Bench {
 
 }  // namespace
 
-Json bench_gpu(const std::vector<BenchCase>& cases, GpuBench what, int repeat, bool quiet) {
+Json bench_gpu(const std::vector<BenchCase>& cases, GpuBench what, bool backward, int repeat,
+               bool quiet) {
   Progress progress(static_cast<std::int64_t>(cases.size()), quiet);
   Bench bench(repeat, quiet);
   for (const BenchCase& entry : cases) {
     progress.step(shape_string(entry.shape) + " " + describe(entry.options));
-    bench.run(entry, what);
+    if (backward) {
+      bench.run_backward(entry, what);
+    } else {
+      bench.run(entry, what);
+    }
   }
   progress.clear();
   bench.print();

@@ -20,8 +20,8 @@ enum class GpuBench : std::uint8_t {
 };
 
 // Prints tables unless quiet, and gives the same as JSON. `repeat` launches with a pause before
-// each, 0: seven.
-[[nodiscard]] Json bench_gpu(const std::vector<BenchCase>& cases, GpuBench what, int repeat,
-                             bool quiet);
+// each, 0: seven. Backward has no switches to turn off one by one: its sweep is all of them.
+[[nodiscard]] Json bench_gpu(const std::vector<BenchCase>& cases, GpuBench what, bool backward,
+                             int repeat, bool quiet);
 
 }  // namespace fovea::tools

@@ -159,7 +159,7 @@ class CheckCommand : public Command {
     const auto judge = [&](const char* what, const Tensor& found, const std::vector<double>& same,
                            const std::vector<double>& truth) {
       if (!found.present) return;
-      verdicts.emplace_back(what, judge_gradient(values_of(found), same, truth, found.dtype));
+      verdicts.emplace_back(what, judge_gradient(values_of(found), same, truth, problem.q.dtype));
     };
     judge("dq", g.dq, naive.dq, exact.dq);
     judge("dk", g.dk, naive.dk, exact.dk);

@@ -85,4 +85,11 @@ struct Configuration {
 [[nodiscard]] std::vector<std::string> ablations(const Problem& problem, const Options& options,
                                                  std::string_view chip);
 
+// The ways to run a problem's gradients on a GPU that kernels are compiled for as `arch`, such as
+// "sm_90a", the chosen one first, each as text for Options::configuration. No GPU needs to be here.
+// Throws Unsupported where its kernels do not compute them.
+[[nodiscard]] std::vector<std::string> backward_configurations(const Problem& problem,
+                                                               const Gradients& gradients,
+                                                               std::string_view arch);
+
 }  // namespace fovea

@@ -24,6 +24,10 @@ struct BwdConfig {
   bool has_mask = false;
   bool has_dropout = false;
   bool split_columns = false;  // warpgroups have the same keys and share their columns; see keys_of
+  // Of Hopper's schedule: the scores of the next block are issued before dq of this one leaves; dq
+  // is added from registers, not through shared memory and the adding thread.
+  bool early_scores = false;
+  bool direct_dq = false;
   // Blackwell's kernel (core/config_backward_sm100.h) instead of Hopper's; and of that alone:
   bool tensor_memory = false;
   bool pair = false;         // two CTAs drive each product, over 256 keys

@@ -84,6 +84,8 @@ struct BwdPlan {
 
   static_assert(C.dtype == DType::bf16 || C.dtype == DType::f16);
   static_assert(C.head_dim % core::panel_columns == 0 && C.head_dim_v % core::panel_columns == 0);
+  static_assert(!C.deterministic || !C.direct_dq, "turns are the adding thread's");
+  static_assert(!C.early_scores || (!C.split_columns && C.head_dim == 128), "registers are short");
   static_assert(C.split_columns || (C.head_dim == C.head_dim_v && C.head_dim <= 128));
 };
 

@@ -34,6 +34,7 @@ struct BwdCompute : BwdTile<C> {
   static constexpr int32 dv_count = C.head_dim_v / 2;
   static constexpr int32 unit_count = core::dq_unit_floats / 128;
 
+  float scores[score_count];
   float dk[dk_count];  // [64 x head_dim]
   float dv[dv_count];  // [64 x head_dim_v]
 
@@ -93,47 +94,109 @@ struct BwdCompute : BwdTile<C> {
     wgmma_commit();
   }
 
-  __forceinline__ void step(int32 head, int32 block) {
-    // Not of the struct: nothing of them outlives the step.
-    float scores[score_count];
+  // Waits for a block's rows and issues its scores.
+  __forceinline__ void begin(int32 block) {
+    this->plan.q_ring.wait_full(this->q_state);
+    this->clear_unseen_rows(block);
+    wgmma_fence();
+    issue_scores(scores, shared_address(this->plan.k), this->q_tile(), C.head_dim / 16);
+  }
+
+  // From scores, which with early_scores are there and else in flight, to dS in shared memory, with
+  // dV in flight.
+  __forceinline__ void find_dscores_of(const typename Tile::Visit& at, Fragments& dweights) {
     Fragments weights;           // P^T as operand A
     Fragments kept;              // P again, for while dv has it
     float dscores[score_count];  // dP
-    Fragments dweights;          // dS^T as operand A
-    float dq[unit_count];        // [64 x 64]
-    this->plan.q_ring.wait_full(this->q_state);
-    this->clear_unseen_rows(block);
-    const SharedAddress q = this->q_tile();
-    const SharedAddress dout = this->dout_tile();
-    wgmma_fence();
-    issue_scores(scores, shared_address(this->plan.k), q, C.head_dim / 16);
     // Side by side where the registers hold both.
     constexpr bool together = Plan::rows == 64;
     if constexpr (together) issue_dp(dscores);
-    const bool hides = !this->sees_all(block);
-    wgmma_wait<together ? 1 : 0>();
-    wgmma_hold(scores);
-    this->find_weights(weights, kept, scores, head, block, hides);
+    const bool hides = !this->sees_all(at.block);
+    if constexpr (!C.early_scores) {
+      wgmma_wait<together ? 1 : 0>();
+      wgmma_hold(scores);
+    }
+    this->find_weights(weights, kept, scores, at.head, at.block, hides);
     if constexpr (!together) issue_dp(dscores);
     // dV runs while dS is made.
     wgmma_fence();
-    issue_gradient(dv, weights, dout);
+    issue_gradient(dv, weights, this->dout_tile());
     wgmma_wait<1>();
     wgmma_hold(dscores);
     this->find_dscores(dweights, kept, dscores, hides);
     this->store_scores(this->dscores_tile(), dweights);
     this->publish_scores();
+  }
+
+  // One block of rows, whose scores are in flight.
+  __forceinline__ void step(const typename Tile::Visit& at) {
+    Fragments dweights;    // dS^T as operand A
+    float dq[unit_count];  // [64 x 64]
+    find_dscores_of(at, dweights);
     wgmma_fence();
     issue_dq(dq);
-    issue_gradient(dk, dweights, q);
+    issue_gradient(dk, dweights, this->q_tile());
     wgmma_wait<1>();
     wgmma_hold(dq);
     this->release_dout();
-    this->store_dq(dq, 0);
+    this->add_dq(dq, 0, at.number);
     wgmma_wait<0>();
     wgmma_hold(dk);
     wgmma_hold(dv);
     this->release_q();
+  }
+
+  // The same, with the scores of the next block made while dq leaves. Nothing is in flight between
+  // steps: ptxas moves accumulators there. False behind the last block.
+  __forceinline__ bool step_ahead(typename Tile::Visit& at) {
+    Fragments dweights;
+    float dq[unit_count];
+    const int64 number = at.number;
+    find_dscores_of(at, dweights);
+    wgmma_fence();
+    issue_dq(dq);
+    issue_gradient(dk, dweights, this->q_tile());
+    wgmma_wait<2>();
+    this->release_dout();
+    const bool more = this->advance(at);
+    if (more) {
+      this->q_state.advance();
+      this->plan.q_ring.wait_full(this->q_state);
+      this->clear_unseen_rows(at.block);
+    }
+    // Behind the last block the same scores again: without a branch ptxas keeps products in flight.
+    wgmma_fence();
+    issue_scores(scores, shared_address(this->plan.k), this->q_tile(), C.head_dim / 16);
+    wgmma_wait<2>();
+    wgmma_hold(dq);
+    this->add_dq(dq, 0, number);
+    wgmma_wait<0>();
+    wgmma_hold(dk);
+    wgmma_hold(dv);
+    wgmma_hold(scores);
+    this->release_previous_q();
+    return more;
+  }
+
+  __forceinline__ void visit_blocks() {
+    typename Tile::Visit at = this->first_visit();
+    if constexpr (C.early_scores) {
+#pragma unroll
+      for (int32 i = 0; i < score_count; ++i) scores[i] = 0.0f;
+      wgmma_hold(scores);
+      begin(at.block);
+      wgmma_wait<0>();
+      wgmma_hold(scores);
+#pragma unroll 1
+      while (step_ahead(at)) {
+      }
+    } else {
+#pragma unroll 1
+      do {
+        begin(at.block);
+        step(at);
+      } while (this->advance(at));
+    }
   }
 
   __forceinline__ void run() {
@@ -144,13 +207,7 @@ struct BwdCompute : BwdTile<C> {
     if (this->work.block_begin < this->work.block_end) {
       mbarrier_wait(this->plan.keys_full, 0);
       this->clear_unseen_keys();
-      for (int32 i = 0; i < this->params.group_size; ++i) {
-        const int32 head = this->work.head_kv * this->params.group_size + i;
-#pragma unroll 1
-        for (int32 block = this->work.block_begin; block < this->work.block_end; ++block) {
-          step(head, block);
-        }
-      }
+      visit_blocks();
     }
     this->store_gradients(dk, 0, dv, 0);
   }
@@ -255,13 +312,13 @@ struct BwdColumns : BwdTile<C> {
     this->publish_scores();
   }
 
-  __forceinline__ void step(int32 head, int32 block) {
+  __forceinline__ void step(const typename Tile::Visit& at) {
     float dq[numbers(dq_own)];
     this->plan.q_ring.wait_full(this->q_state);
-    this->clear_unseen_rows(block);
+    this->clear_unseen_rows(at.block);
     const SharedAddress q = this->q_tile();
     const SharedAddress dout = this->dout_tile();
-    find_scores(head, block, q, dout);
+    find_scores(at.head, at.block, q, dout);
     if constexpr (dq_own.count > 0) issue_dq(dq);
     if constexpr (dv_own.count > 0) {
       issue_gradient(dv, this->weights_tile(), dout, dv_own.begin);
@@ -271,7 +328,7 @@ struct BwdColumns : BwdTile<C> {
       wgmma_wait<(dv_own.count > 0) + (dk_own.count > 0)>();
       wgmma_hold(dq);
 #pragma unroll
-      for (int32 j = 0; j < dq_own.count; ++j) this->store_dq(dq, j);
+      for (int32 j = 0; j < dq_own.count; ++j) this->add_dq(dq, j, at.number);
     }
     wgmma_wait<(dk_own.count > 0)>();
     wgmma_hold(dv);
@@ -289,13 +346,11 @@ struct BwdColumns : BwdTile<C> {
     if (this->work.block_begin < this->work.block_end) {
       mbarrier_wait(this->plan.keys_full, 0);
       this->clear_unseen_keys();
-      for (int32 i = 0; i < this->params.group_size; ++i) {
-        const int32 head = this->work.head_kv * this->params.group_size + i;
+      typename Tile::Visit at = this->first_visit();
 #pragma unroll 1
-        for (int32 block = this->work.block_begin; block < this->work.block_end; ++block) {
-          step(head, block);
-        }
-      }
+      do {
+        step(at);
+      } while (this->advance(at));
     }
     this->store_gradients(dk, dk_own.begin * core::panel_columns, dv,
                           dv_own.begin * core::panel_columns);
@@ -329,7 +384,7 @@ __device__ void bwd(const BwdParams& params) {
   if (warp < 4) {
     registers_shrink<24>();
     if (warp == 0 && elect_one()) BwdLoad<C>{plan, params, plan.work}.run();
-    if (warp == 1 && elect_one()) BwdAdd<C>{plan, params, plan.work}.run();
+    if (!C.direct_dq && warp == 1 && elect_one()) BwdAdd<C>{plan, params, plan.work}.run();
   } else {
     registers_grow<240>();
     if constexpr (!C.split_columns) {

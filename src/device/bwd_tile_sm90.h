@@ -55,6 +55,11 @@ struct BwdTile {
     if (lane_index() == 0) plan.q_ring.release(q_state);
     q_state.advance();
   }
+  // The stage before this one: the other of two.
+  __forceinline__ void release_previous_q() {
+    __syncwarp();
+    if (lane_index() == 0) mbarrier_arrive(plan.q_ring.free[q_state.stage ^ 1]);
+  }
   __forceinline__ void release_dout() {
     __syncwarp();
     if (lane_index() == 0) plan.dout_ring.release(dout_state);
@@ -330,10 +335,20 @@ struct BwdTile {
     named_barrier_sync<Plan::scores_barrier, 256>();
   }
 
-  // Hands unit j of those in `dq` to the adding thread: number 4 q + i of a thread is word i of its
-  // q-th quad.
+  // Adds unit j of those in `dq`, the warpgroup's of block `number`, or hands it to the adding
+  // thread: number 4 q + i of a thread is word i of its q-th quad.
   template <int32 count>
-  __forceinline__ void store_dq(const float (&dq)[count], int32 j) {
+  __forceinline__ void add_dq(const float (&dq)[count], int32 j, int64 number) {
+    if constexpr (C.direct_dq) {
+      const int64 unit = number * core::dq_units_of(C) + dq_panels(C, warpgroup).begin + j;
+      float* sums = params.dq_sums + unit * core::dq_unit_floats + 4 * thread();
+#pragma unroll
+      for (int32 quad = 0; quad < 8; ++quad) {
+        const int32 i = 32 * j + 4 * quad;
+        reduce_add_x4(sums + quad * (128 * 4), float4{dq[i], dq[i + 1], dq[i + 2], dq[i + 3]});
+      }
+      return;
+    }
     Ring<1>& ring = plan.dq_ring[warpgroup];
     ring.wait_free(dq_state);
     const SharedAddress target = shared_address(plan.dq[0]) +
@@ -349,6 +364,29 @@ struct BwdTile {
     fence_proxy_async_shared();
     mbarrier_arrive(ring.full[0]);
     dq_state.advance();
+  }
+
+  // -- The blocks of rows, of one head after the other
+
+  struct Visit {
+    int32 head, block;
+    int64 number;  // of the block, among all
+  };
+
+  __forceinline__ Visit first_visit() const {
+    const int32 head = work.head_kv * params.group_size;
+    return {head, work.block_begin, first_block<C>(params, work.sequence, head) + work.block_begin};
+  }
+  // Moves to the next; false behind the last.
+  __forceinline__ bool advance(Visit& visit) const {
+    if (++visit.block < work.block_end) {
+      ++visit.number;
+      return true;
+    }
+    if (++visit.head == (work.head_kv + 1) * params.group_size) return false;
+    visit.block = work.block_begin;
+    visit.number = first_block<C>(params, work.sequence, visit.head) + work.block_begin;
+    return true;
   }
 
   // -- The end: keys that exist get their gradients, zero if nobody sees them.

@@ -218,7 +218,7 @@ BackwardPlan plan_backward(const Problem& problem, const Gradients& gradients,
   const bool on_device = problem.memory == Memory::device;
   choice->gpu = std::make_shared<const runtime::GpuBackwardPlan>(
       runtime::shared_device(planned.device), OnDevice(request).request(),
-      on_device && options.own_workspace);
+      on_device && options.own_workspace, options.configuration);
   choice->workspace_bytes = on_device ? choice->gpu->workspace_bytes() : std::size_t{0};
   return BackwardPlan(std::move(choice));
 }

@@ -10,6 +10,7 @@
 #include "core/mask.h"
 #include "core/numeric.h"
 #include "fovea/fovea.hpp"
+#include "runtime/backward_tuning.h"
 #include "runtime/copy_engine.h"
 #include "runtime/forward_config.h"
 #include "runtime/source.h"
@@ -280,7 +281,8 @@ std::vector<std::string> backward_supports(const Problem& p, const Gradients& g,
   return reasons;
 }
 
-BwdConfig choose_backward(const Problem& p, const Gradients& g, std::string_view arch) {
+BwdConfig choose_backward(const Problem& p, const Gradients& g, std::string_view arch,
+                          std::string_view by_hand) {
   BwdConfig c;
   c.dtype = p.q.dtype;
   c.wide = g.dq.dtype == DType::f32;
@@ -296,11 +298,21 @@ BwdConfig choose_backward(const Problem& p, const Gradients& g, std::string_view
   c.has_dropout = p.dropout.probability > 0.0f;
   c.head_dim = p.head_dim;
   c.head_dim_v = p.head_dim_v;
-  c.split_columns = !core::fits_whole_columns(c);
-  const core::HeadDims dims = core::backward_head_dims(p.head_dim, p.head_dim_v, c.split_columns);
-  c.head_dim = dims.qk;
-  c.head_dim_v = dims.v;
-  if (is_blackwell(arch)) choose_backward_sm100(c, p);
+  if (is_blackwell(arch)) {
+    choose_backward_sm100(c, p);
+  } else {
+    c.split_columns = !core::fits_whole_columns(c);
+  }
+  override_backward(c, by_hand);
+  const std::string objection = backward_objection(c);
+  if (!objection.empty()) {
+    throw Error("configuration is " + std::string(by_hand) + ", but " + objection);
+  }
+  if (!c.tensor_memory) {
+    const core::HeadDims dims = core::backward_head_dims(p.head_dim, p.head_dim_v, c.split_columns);
+    c.head_dim = dims.qk;
+    c.head_dim_v = dims.v;
+  }
   return c;
 }
 
@@ -323,6 +335,8 @@ std::string config_value(const BwdConfig& c) {
   config.flag("has_mask", c.has_mask);
   config.flag("has_dropout", c.has_dropout);
   config.flag("split_columns", c.split_columns);
+  config.flag("early_scores", c.early_scores);
+  config.flag("direct_dq", c.direct_dq);
   config.flag("tensor_memory", c.tensor_memory);
   config.flag("pair", c.pair);
   config.flag("issue_order", c.issue_order);

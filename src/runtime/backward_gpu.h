@@ -23,9 +23,10 @@ namespace fovea::runtime {
 std::vector<std::string> backward_supports(const core::Problem& problem,
                                            const core::Gradients& gradients, std::string_view arch);
 
-// A configuration for gradients that backward_supports() accepts.
+// A configuration for gradients that backward_supports() accepts, with switches of its schedule set
+// by hand (backward_tuning.h). Throws Error for those that it cannot have.
 core::BwdConfig choose_backward(const core::Problem& problem, const core::Gradients& gradients,
-                                std::string_view arch = "sm_90a");
+                                std::string_view arch = "sm_90a", std::string_view by_hand = {});
 
 // What differs in Blackwell's kernel (backward_sm100.cpp).
 bool is_blackwell(std::string_view arch);

@@ -2,6 +2,7 @@
 
 #include <array>
 
+#include "runtime/backward_tuning.h"
 #include "runtime/devices.h"
 #include "runtime/gradients.h"
 #include "runtime/problem.h"
@@ -69,11 +70,12 @@ std::vector<std::string> gpu_backward_supports(const BackwardRequest& request,
   return backward_supports(copied.problem, copied.gradients, arch);
 }
 
-GpuBackwardPlan::GpuBackwardPlan(Device& device, const BackwardRequest& request, bool own_workspace)
+GpuBackwardPlan::GpuBackwardPlan(Device& device, const BackwardRequest& request, bool own_workspace,
+                                 std::string_view by_hand)
     : device_(device) {
   const AsCopied copied(request);
   const core::BwdConfig config =
-      choose_backward(copied.problem, copied.gradients, device.properties().arch);
+      choose_backward(copied.problem, copied.gradients, device.properties().arch, by_hand);
   kernels_ = kernels_for(device, config, copied.gradients);
   total_bytes_ = aligned(
       backward_workspace_bytes({copied.problem, copied.gradients}, config, device.properties()));
@@ -155,6 +157,7 @@ std::string GpuBackwardPlan::explain() const {
               " keys x ", core::rows_of(config),  //
               " rows of queries, head dimensions padded to ", config.head_dim, " and ",
               config.head_dim_v, "\n",                                                    //
+              "schedule   ", backward_switches(config), "\n",                             //
               "dq         added ",                                                        //
               config.deterministic ? "in the order of the keys\n" : "as tiles finish\n",  //
               "copied     ", copied.empty() ? "nothing" : copied, "\n",                   //

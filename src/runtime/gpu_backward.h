@@ -31,7 +31,8 @@ std::vector<std::string> gpu_backward_supports(const BackwardRequest& request,
 // For a request that gpu_backward_supports() accepts.
 class GpuBackwardPlan {
  public:
-  GpuBackwardPlan(Device& device, const BackwardRequest& request, bool own_workspace);
+  GpuBackwardPlan(Device& device, const BackwardRequest& request, bool own_workspace,
+                  std::string_view by_hand);
 
   // Bytes that run() wants from its caller, in device memory.
   std::size_t workspace_bytes() const { return own_.address() != 0 ? 0 : total_bytes_; }

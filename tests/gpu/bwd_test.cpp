@@ -48,7 +48,8 @@ struct BackwardCase {
   std::vector<int32> cu_seqlens_k = {};
   std::vector<int32> seqused_q = {};
   std::vector<int32> seqused_k = {};
-  int64 slack = 0;  // rows behind the last sequence
+  int64 slack = 0;            // rows behind the last sequence
+  std::string schedule = {};  // Options::configuration
 };
 
 std::ostream& operator<<(std::ostream& out, const BackwardCase& c) { return out << c.name; }
@@ -265,7 +266,7 @@ BackwardResult run_on(Device& device, const BackwardProblem& host, bool pair) {
 
   const std::string arch = device.properties().arch;
   EXPECT_TRUE(runtime::backward_supports(p, g, arch).empty());
-  core::BwdConfig config = runtime::choose_backward(p, g, arch);
+  core::BwdConfig config = runtime::choose_backward(p, g, arch, host.spec.schedule);
   config.pair = pair;
   const std::size_t bytes = runtime::backward_workspace_bytes(call, config, device.properties());
   call.workspace = reinterpret_cast<runtime::DeviceAddress>(
@@ -423,6 +424,30 @@ const BackwardCase backward_cases[] = {
      .deterministic = true,
      .cu_seqlens_q = {0, 260, 300},
      .cu_seqlens_k = {0, 260, 400}},
+    {.name = "early_scores_groups_causal",
+     .heads_q = 4,
+     .seqlen_q = 330,
+     .seqlen_k = 300,
+     .window = {-1, 0},
+     .deterministic = true,
+     .schedule = "early_scores=1"},
+    {.name = "early_scores_direct_packed",
+     .heads_q = 4,
+     .heads_kv = 1,
+     .seqlen_q = 300,
+     .seqlen_k = 300,
+     .window = {100, 20},
+     .cu_seqlens_q = {0, 130, 131, 431},
+     .cu_seqlens_k = {0, 130, 131, 431},
+     .slack = 3,
+     .schedule = "early_scores=1,direct_dq=1"},
+    {.name = "split_direct_d64",
+     .seqlen_q = 150,
+     .seqlen_k = 170,
+     .head_dim = 64,
+     .head_dim_v = 64,
+     .window = {-1, 0},
+     .schedule = "split_columns=1,direct_dq=1"},
 };
 
 INSTANTIATE_TEST_SUITE_P(All, Backward, ::testing::ValuesIn(backward_cases),
