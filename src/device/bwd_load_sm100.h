@@ -127,7 +127,7 @@ struct Load100Backward {
         if (clears || !C.pair) {
           tma_load(to, map, clears ? plan.edge_full : full, at, policy);
         } else {
-          tma_load_pair(to, map, barrier_of(full, 0), at);
+          tma_load_pair(to, map, barrier_of(full, 0), at, policy);
         }
       }
     }
