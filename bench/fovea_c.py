@@ -62,6 +62,13 @@ class Options(ctypes.Structure):
     ]
 
 
+class Gradients(ctypes.Structure):
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        *((name, Tensor) for name in ("dout", "dlse", "dq", "dk", "dv", "dsink", "dbias")),
+    ]
+
+
 class Library:
     """The shared object that bench/CMakeLists.txt builds."""
 
@@ -73,6 +80,8 @@ class Library:
             ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p,
         ]
         self._lib.fovea_plan_destroy.argtypes = [ctypes.c_void_p]
+        self._lib.fovea_backward_plan_run.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_size_t]
+        self._lib.fovea_backward_plan_destroy.argtypes = [ctypes.c_void_p]
         self.run = self._lib.fovea_plan_run
         self.read = self._lib.fovea_bench_read  # bench/stream_read.cpp
         self.read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
@@ -123,6 +132,21 @@ class Library:
         options.threads = threads
         return Plan(self, problem, options)
 
+    def gradients(self, dout, dq, dk, dv) -> Gradients:
+        """PyTorch tensors on one GPU, laid out as device_problem() takes them."""
+        gradients = Gradients()
+        size = ctypes.sizeof(gradients)
+        self.check(self._lib.fovea_gradients_init(ctypes.byref(gradients), size))
+        gradients.dout, gradients.dq, gradients.dk, gradients.dv = (
+            _device_tensor(t) for t in (dout, dq, dk, dv)
+        )
+        return gradients
+
+    def device_backward_plan(self, problem: Problem, gradients: Gradients) -> "BackwardPlan":
+        options = self.options(DEVICE_CUDA)
+        options.own_workspace = 1
+        return BackwardPlan(self, problem, gradients, options)
+
     def device_plan(self, problem: Problem) -> "Plan":
         options = self.options(DEVICE_CUDA)
         options.own_workspace = 1
@@ -163,6 +187,33 @@ class Plan:
             self._destroy(self._handle)
 
 
+class BackwardPlan:
+    """A plan of the backward pass that keeps its workspace."""
+
+    def __init__(self, library: Library, problem: Problem, gradients: Gradients, options: Options):
+        lib = library._lib
+        handle = ctypes.c_void_p()
+        library.check(
+            lib.fovea_backward_plan_create(
+                ctypes.byref(problem), ctypes.byref(gradients), ctypes.byref(options),
+                ctypes.byref(handle),
+            )
+        )
+        self._handle, self._destroy = handle, lib.fovea_backward_plan_destroy
+        self._library, self._run = library, lib.fovea_backward_plan_run
+
+    def run(self, problem: Problem, gradients: Gradients) -> None:
+        status = self._run(
+            self._handle, ctypes.addressof(problem), ctypes.addressof(gradients), None, 0
+        )
+        if status != 0:
+            self._library.check(status)
+
+    def __del__(self):
+        if getattr(self, "_handle", None):
+            self._destroy(self._handle)
+
+
 def _tensor(array: np.ndarray) -> Tensor:
     tensor = Tensor()
     tensor.data = array.ctypes.data
@@ -184,4 +235,15 @@ def _device_tensor(tensor) -> Tensor:
     rows = tensor.transpose(1, 2) if tensor.dim() == 4 else tensor.unsqueeze(0)
     view.shape[:] = rows.shape
     view.stride[:] = rows.stride()
+    return view
+
+
+def device_lse(tensor) -> Tensor:
+    """An fp32 PyTorch tensor (batch, heads, seqlen) as the lse of a device_problem()."""
+    view = Tensor()
+    view.data = tensor.data_ptr()
+    view.dtype = F32
+    view.present = 1
+    view.shape[:] = (*tensor.shape, 1)
+    view.stride[:] = (*tensor.stride(), 1)
     return view

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""fovea's forward pass on a GPU beside cuDNN and the other kernels that PyTorch brings.
+"""fovea on a GPU beside cuDNN and the other kernels that PyTorch brings.
 
-    bench/gpu_peers.py                         the whole table
+    bench/gpu_peers.py                         the whole table of the forward pass
+    bench/gpu_peers.py --backward              that of the gradients, and of those in a fixed order
     bench/gpu_peers.py --cases d128-full-4k    some cells; --list names them
     bench/gpu_peers.py --json FILE             every time measured, as JSON
 
@@ -15,7 +16,7 @@ median of the rounds counts. "Warm": launches back to back for a quarter of a se
 uncounted, three rounds of turns; the median round counts. Times are the stream's, between two
 events; the GPU spins before the first, so that no launch waits for the host (--idle: it does not,
 and a time includes the host's way through each library). TFLOPS: 4 x batch x heads x pairs that the
-mask leaves x head_dim / time. Outputs are compared: engines that did not
+mask leaves x head_dim / time, backward 10 for 4. Outputs are compared: engines that did not
 compute the same thing are no peers.
 """
 
@@ -31,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 try:
     import torch
-    from fovea_c import Library
+    from fovea_c import Library, device_lse
 except ImportError as error:
     sys.exit(f"gpu_peers: {error}; PyTorch with CUDA is needed, and numpy")
 
@@ -94,6 +95,15 @@ CASES = [
 ]
 
 
+BACKWARD_CASES = [
+    *(cell(128, s, False, 1.05) for s in (4096, 16384, 32768)),
+    *(cell(128, s, True, f) for s, f in ((4096, 1.12), (8192, 1.1), (16384, 1.1), (32768, 1.1))),
+    *(cell(64, s, False, 1.12) for s in (4096, 16384)),
+    *(cell(64, s, True, f) for s, f in ((4096, 1.2), (16384, 1.12))),
+    cell(256, 16384, False),
+]
+
+
 class Inputs:
     """Tensors (batch, heads, seqlen, head_dim) stored as (batch, seqlen, heads, head_dim), or
     (rows, heads, head_dim) where sequences are packed."""
@@ -121,6 +131,14 @@ class Inputs:
                 normal(*shape, case.kv, case.head_dim).transpose(1, 2) for _ in range(2)
             )
         self.flops = 4 * case.heads_q * case.head_dim * self.pairs()
+
+    def add_gradient(self):
+        """The gradient of out, for a backward pass of two and a half times the products."""
+        generator = torch.Generator("cuda").manual_seed(8)
+        shape = self.q.transpose(1, 2).shape
+        self.dout = torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+        self.dout = self.dout.transpose(1, 2)
+        self.flops = self.flops * 5 // 2
 
     def pairs(self) -> int:
         case = self.case
@@ -193,6 +211,58 @@ class TorchFlash:
         return out.transpose(1, 2)
 
 
+class FoveaBackward:
+    name = "fovea"
+
+    def __init__(self, library: Library, inputs: Inputs, deterministic: bool = False):
+        case = inputs.case
+        if deterministic:
+            self.name = "fovea in turns"
+        self._out = torch.empty_like(inputs.q)
+        self._lse = torch.empty(inputs.q.shape[:3], device="cuda", dtype=torch.float32)
+        self._results = tuple(torch.empty_like(x) for x in (inputs.q, inputs.k, inputs.v))
+        self._problem = library.device_problem(
+            inputs.q, inputs.k, inputs.v, self._out, case.causal, case.window, None, case.seqlen,
+            torch.cuda.current_stream().cuda_stream,
+        )
+        self._problem.lse = device_lse(self._lse)
+        self._problem.deterministic = deterministic
+        library.device_plan(self._problem).run(self._problem)
+        torch.cuda.synchronize()
+        self._gradients = library.gradients(inputs.dout, *self._results)
+        self._plan = library.device_backward_plan(self._problem, self._gradients)
+
+    def __call__(self):
+        self._plan.run(self._problem, self._gradients)
+        return self._results
+
+
+class CudnnBackward:
+    name = "cuDNN"
+
+    def __init__(self, inputs: Inputs):
+        self._dout = inputs.dout
+        self._inputs = tuple(x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+        case = inputs.case
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+            self._out = torch.nn.functional.scaled_dot_product_attention(
+                *self._inputs, is_causal=case.causal, enable_gqa=case.kv != case.heads_q
+            )
+
+    def __call__(self):
+        return torch.autograd.grad(self._out, self._inputs, self._dout, retain_graph=True)
+
+
+def backward_engines_of(library: Library, inputs: Inputs):
+    found = [FoveaBackward(library, inputs), FoveaBackward(library, inputs, deterministic=True)]
+    try:
+        engine = CudnnBackward(inputs)
+        engine()
+        return [*found, engine], []
+    except RuntimeError as error:
+        return found, [f"cuDNN: {str(error).splitlines()[0]}"]
+
+
 def engines_of(library: Library, inputs: Inputs):
     found, missing = [Fovea(library, inputs)], []
     for kind in (Cudnn, TorchFlash):
@@ -240,14 +310,23 @@ def measure_warm(engines):
     return times
 
 
-def measure(library: Library, case: Case, rounds: int, idle: bool):
+def largest_difference(a, b) -> float:
+    """Of two tensors, or of two tuples of them."""
+    pairs = zip(a, b) if isinstance(a, tuple) else [(a, b)]
+    return max((x.float() - y.float()).abs().max().item() for x, y in pairs)
+
+
+def measure(library: Library, case: Case, rounds: int, idle: bool, backward: bool):
     """The row of a case: name -> median TFLOPS; every time; the largest difference; notes."""
     inputs = Inputs(case)
-    engines, missing = engines_of(library, inputs)
+    if backward:
+        inputs.add_gradient()
+        engines, missing = backward_engines_of(library, inputs)
+    else:
+        engines, missing = engines_of(library, inputs)
     outputs = [engine() for engine in engines]
     difference = max(
-        [(outputs[0].float() - other.float()).abs().max().item() for other in outputs[1:]],
-        default=float("nan"),
+        [largest_difference(outputs[0], other) for other in outputs[1:]], default=float("nan")
     )
     for engine in engines:
         milliseconds(engine, 2)
@@ -260,6 +339,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--backward", action="store_true", help="gradients, not the forward pass")
     parser.add_argument("--cases", help="names, separated by commas")
     parser.add_argument("--list", action="store_true", help="name the cases")
     parser.add_argument("--rounds", type=int, default=9, help="launches of each engine, cool")
@@ -267,11 +347,12 @@ def main() -> int:
     parser.add_argument("--library", type=Path, default=ROOT / "build/bench/libfovea_bench.so")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    cases = BACKWARD_CASES if arguments.backward else CASES
     if arguments.list:
-        print("\n".join(case.name for case in CASES))
+        print("\n".join(case.name for case in cases))
         return 0
-    wanted = arguments.cases.split(",") if arguments.cases else [case.name for case in CASES]
-    unknown = set(wanted) - {case.name for case in CASES}
+    wanted = arguments.cases.split(",") if arguments.cases else [case.name for case in cases]
+    unknown = set(wanted) - {case.name for case in cases}
     if unknown:
         sys.exit(f"gpu_peers: --cases has {', '.join(sorted(unknown))}; --list names the cases")
     if not torch.cuda.is_available():
@@ -280,19 +361,24 @@ def main() -> int:
     library = Library(arguments.library)
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, "
           f"cuDNN {torch.backends.cudnn.version()}, fovea {library.version()}\n")
-    print("| case | fovea | cuDNN | PyTorch flash | ratio | floor | max diff |")
+    third = "fovea in turns" if arguments.backward else TorchFlash.name
+    print(f"| case | fovea | cuDNN | {third} | ratio | floor | max diff |")
     print("|---|---|---|---|---|---|---|")
     everything, below = {}, []
-    for case in (case for case in CASES if case.name in wanted):
-        rates, times, difference, missing = measure(library, case, arguments.rounds, arguments.idle)
+    for case in (case for case in cases if case.name in wanted):
+        rates, times, difference, missing = measure(
+            library, case, arguments.rounds, arguments.idle, arguments.backward
+        )
         everything[case.name] = times
-        peer = max((rate for name, rate in rates.items() if name != "fovea"), default=0.0)
+        peer = max(
+            (rate for name, rate in rates.items() if not name.startswith("fovea")), default=0.0
+        )
         ratio = rates["fovea"] / peer if peer else float("nan")
         if not difference < TOLERANCE:
             missing.append(f"outputs differ by {difference:.1e}")
         if case.floor and not ratio >= case.floor:
             below.append(case.name)
-        names = (Fovea.name, Cudnn.name, TorchFlash.name)
+        names = (Fovea.name, Cudnn.name, third)
         columns = [f"{rates[name]:.0f}" if name in rates else "" for name in names]
         floor = f"{case.floor:.2f}x" if case.floor else ""
         print(f"| {case.name} | {' | '.join(columns)} | {ratio:.2f}x | {floor} | {difference:.1e} |"
