@@ -123,5 +123,37 @@ TEST(GpuBackwardRefusals, AreTheDocumentedOnes) {
   }
 }
 
+// The message of the Error with which a configuration by hand is refused.
+std::string fault(const std::string& configuration, Index head_dim, bool deterministic) {
+  CaseSpec spec{.name = "by_hand", .batch = 1, .sq = 8, .sk = 8, .d = head_dim};
+  spec.dtype = DType::bf16;
+  BackwardCall backward(spec);
+  backward.call.problem.deterministic = deterministic;
+  Options options;
+  options.device = Device::emulated_sm90a;
+  options.configuration = configuration;
+  try {
+    static_cast<void>(plan_backward(backward.call.problem, backward.gradients, options));
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(GpuBackwardConfiguration, FaultsSayWhatIsRight) {
+  EXPECT_EQ(fault("tiles=1", 128, false),
+            "configuration names 'tiles'; this kernel has split_columns, early_scores, direct_dq");
+  EXPECT_EQ(fault("direct_dq=2", 128, false),
+            "configuration gives direct_dq the value '2'; it must be 0 or 1");
+  EXPECT_EQ(fault("direct_dq=1", 128, true),
+            "configuration is direct_dq=1, but sums in a fixed order need direct_dq=0");
+  EXPECT_EQ(fault("split_columns=0", 192, false),
+            "configuration is split_columns=0, but head dimensions of 192 and 192 need "
+            "split_columns=1");
+  EXPECT_EQ(fault("early_scores=1", 64, false),
+            "configuration is early_scores=1, but early_scores=1 needs split_columns=0 and head "
+            "dimensions from 65 to 128");
+}
+
 }  // namespace
 }  // namespace fovea::test
