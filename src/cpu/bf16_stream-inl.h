@@ -28,32 +28,37 @@ struct Bf16Stream {
   }
 
   template <int rows>
-  static HWY_NOINLINE void multiply(const FourRows<Element>& keys, const uint16* queries,
+  static HWY_NOINLINE void multiply(RowsAtOnce<Element> keys, const uint16* queries,
                                     int64 query_stride, int64 columns, float* scores,
                                     int64 score_stride) {
-    __m512 sum[rows][keys_at_once];
+    for (int first = 0; first < keys_at_once; first += keys_in_registers) {
+      const uint16* key[keys_in_registers];
+      __m512 sum[rows][keys_in_registers];
 #pragma GCC unroll 4
-    for (int r = 0; r < rows; ++r) {
-#pragma GCC unroll 4
-      for (int j = 0; j < keys_at_once; ++j) sum[r][j] = _mm512_setzero_ps();
-    }
-    for (int64 i = 0; i < columns; i += 32) {
-      __m512bh column[keys_at_once];
-#pragma GCC unroll 4
-      for (std::size_t j = 0; j < keys_at_once; ++j) column[j] = pairs(keys[j] + i);
+      for (int j = 0; j < keys_in_registers; ++j) key[j] = keys[first + j];
 #pragma GCC unroll 4
       for (int r = 0; r < rows; ++r) {
-        const __m512bh q = pairs(queries + r * query_stride + i);
 #pragma GCC unroll 4
-        for (int j = 0; j < keys_at_once; ++j) {
-          sum[r][j] = _mm512_dpbf16_ps(sum[r][j], q, column[j]);
+        for (int j = 0; j < keys_in_registers; ++j) sum[r][j] = _mm512_setzero_ps();
+      }
+      for (int64 i = 0; i < columns; i += 32) {
+        __m512bh column[keys_in_registers];
+#pragma GCC unroll 4
+        for (int j = 0; j < keys_in_registers; ++j) column[j] = pairs(key[j] + i);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; ++r) {
+          const __m512bh q = pairs(queries + r * query_stride + i);
+#pragma GCC unroll 4
+          for (int j = 0; j < keys_in_registers; ++j) {
+            sum[r][j] = _mm512_dpbf16_ps(sum[r][j], q, column[j]);
+          }
         }
       }
-    }
 #pragma GCC unroll 4
-    for (int r = 0; r < rows; ++r) {
-      store_lane_sums(FloatVec{sum[r][0]}, FloatVec{sum[r][1]}, FloatVec{sum[r][2]},
-                      FloatVec{sum[r][3]}, scores + r * score_stride);
+      for (int r = 0; r < rows; ++r) {
+        store_lane_sums(FloatVec{sum[r][0]}, FloatVec{sum[r][1]}, FloatVec{sum[r][2]},
+                        FloatVec{sum[r][3]}, scores + r * score_stride + first);
+      }
     }
   }
 
@@ -62,34 +67,44 @@ struct Bf16Stream {
   }
 
   template <int rows>
-  static HWY_NOINLINE void add(const FourRows<Element>& values, const float* scores, int64 key,
+  static HWY_NOINLINE void add(RowsAtOnce<Element> values, const float* scores, int64 key,
                                int64 score_stride, int64 columns, float* out, int64 out_stride) {
-    __m512bh weight[rows][2];
+    constexpr int pairs_of_keys = keys_at_once / 2;
+    const uint16* value[keys_at_once];
+    __m512bh weight[rows][pairs_of_keys];
+#pragma GCC unroll 8
+    for (int j = 0; j < keys_at_once; ++j) value[j] = values[j];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r) {
       // Weights of one row: bf16 from the row's start, two to a word.
       const auto* words = reinterpret_cast<const int*>(scores + r * score_stride) + key / 2;
-      weight[r][0] = reinterpret_cast<__m512bh>(_mm512_set1_epi32(words[0]));
-      weight[r][1] = reinterpret_cast<__m512bh>(_mm512_set1_epi32(words[1]));
+#pragma GCC unroll 4
+      for (int p = 0; p < pairs_of_keys; ++p) {
+        weight[r][p] = reinterpret_cast<__m512bh>(_mm512_set1_epi32(words[p]));
+      }
     }
     for (int64 i = 0; i < columns; i += 32) {
-      const __m512i v0 = _mm512_loadu_si512(values[0] + i);
-      const __m512i v1 = _mm512_loadu_si512(values[1] + i);
-      const __m512i v2 = _mm512_loadu_si512(values[2] + i);
-      const __m512i v3 = _mm512_loadu_si512(values[3] + i);
-      const auto low01 = reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(v0, v1));
-      const auto low23 = reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(v2, v3));
-      const auto high01 = reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(v0, v1));
-      const auto high23 = reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(v2, v3));
+      __m512bh low[pairs_of_keys];
+      __m512bh high[pairs_of_keys];
+#pragma GCC unroll 4
+      for (int p = 0; p < pairs_of_keys; ++p) {
+        const __m512i even = _mm512_loadu_si512(value[2 * p] + i);
+        const __m512i odd = _mm512_loadu_si512(value[2 * p + 1] + i);
+        low[p] = reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(even, odd));
+        high[p] = reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(even, odd));
+      }
 #pragma GCC unroll 4
       for (int r = 0; r < rows; ++r) {
         float* to = out + r * out_stride + i;
-        __m512 low = _mm512_load_ps(to);
-        __m512 high = _mm512_load_ps(to + 16);
-        low = _mm512_dpbf16_ps(_mm512_dpbf16_ps(low, weight[r][0], low01), weight[r][1], low23);
-        high = _mm512_dpbf16_ps(_mm512_dpbf16_ps(high, weight[r][0], high01), weight[r][1], high23);
-        _mm512_store_ps(to, low);
-        _mm512_store_ps(to + 16, high);
+        __m512 first = _mm512_load_ps(to);
+        __m512 second = _mm512_load_ps(to + 16);
+#pragma GCC unroll 4
+        for (int p = 0; p < pairs_of_keys; ++p) {
+          first = _mm512_dpbf16_ps(first, weight[r][p], low[p]);
+          second = _mm512_dpbf16_ps(second, weight[r][p], high[p]);
+        }
+        _mm512_store_ps(to, first);
+        _mm512_store_ps(to + 16, second);
       }
     }
   }

@@ -105,7 +105,7 @@ std::size_t layout_scratch(const core::Problem& problem, const ForwardConfig& co
   }
   scratch.staging = floats(core::max64(4 * scratch.query_stride, 2 * scratch.out_stride));
   scratch.key_rows =
-      reinterpret_cast<const void**>(take(config.block_k + most_keys_ahead + 4, sizeof(void*)));
+      reinterpret_cast<const void**>(take(config.block_k + most_keys_ahead + 8, sizeof(void*)));
   return offset;
 }
 

@@ -1,8 +1,8 @@
 // A tile of few rows (decode): K and V stream past once, in place, without being packed.
 //
 // What binds is memory: at 4 rows and head_dim 128 a key and its value are 1 KiB in fp32 and cost
-// about 100 vector instructions. Scores are dot products along the rows of K, four keys at a time;
-// O += P V adds scaled rows of V.
+// about 100 vector instructions. Scores are dot products along the rows of K, O += P V adds scaled
+// rows of V, both for eight keys at a time.
 //
 // Included once per instruction set (see forward_tile.cpp).
 
@@ -58,11 +58,20 @@ HWY_INLINE void store_lane_sums(FloatVec a, FloatVec b, FloatVec c, FloatVec e, 
 #endif
 }
 
-// How many keys share a pass over the queries, and a pass over the output.
-inline constexpr int keys_at_once = 4;
+// How many keys the products take in one call, and how many of them fit the registers together.
+inline constexpr int keys_at_once = 8;
+inline constexpr int keys_in_registers = 4;
 
+// Rows of keys_at_once keys, of one head that lies `offset` elements behind the rows listed.
 template <class Element>
-using FourRows = std::array<const Element*, keys_at_once>;
+struct RowsAtOnce {
+  const void* const* first;
+  int64 offset;
+
+  HWY_INLINE const Element* operator[](int j) const {
+    return static_cast<const Element*>(first[j]) + offset;
+  }
+};
 
 // The two products of streamed rows in fp32, on rows that Load reads.
 template <class Load>
@@ -80,32 +89,37 @@ struct Float32Stream {
     load_query(view, offset, columns, row);
   }
 
-  // scores[r][0..3] = queries[r] . keys[0..3]
+  // scores[r][j] = queries[r] . keys[j]
   template <int rows>
-  static HWY_INLINE void multiply(const FourRows<Element>& keys, const float* queries,
+  static HWY_INLINE void multiply(RowsAtOnce<Element> keys, const float* queries,
                                   int64 query_stride, int64 columns, float* scores,
                                   int64 score_stride) {
     const FloatTag d;
-    FloatVec sum[rows][keys_at_once];
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; ++r) {
-#pragma GCC unroll 4
-      for (int j = 0; j < keys_at_once; ++j) sum[r][j] = hn::Zero(d);
-    }
-    for (int64 i = 0; i < columns; i += lanes) {
-      FloatVec column[keys_at_once];
-#pragma GCC unroll 4
-      for (std::size_t j = 0; j < keys_at_once; ++j) column[j] = Load::load(keys[j] + i);
+    for (int first = 0; first < keys_at_once; first += keys_in_registers) {
+      FloatVec sum[rows][keys_in_registers];
 #pragma GCC unroll 4
       for (int r = 0; r < rows; ++r) {
-        const FloatVec q = hn::Load(d, queries + r * query_stride + i);
 #pragma GCC unroll 4
-        for (int j = 0; j < keys_at_once; ++j) sum[r][j] = hn::MulAdd(q, column[j], sum[r][j]);
+        for (int j = 0; j < keys_in_registers; ++j) sum[r][j] = hn::Zero(d);
       }
-    }
+      for (int64 i = 0; i < columns; i += lanes) {
+        FloatVec column[keys_in_registers];
 #pragma GCC unroll 4
-    for (int r = 0; r < rows; ++r) {
-      store_lane_sums(sum[r][0], sum[r][1], sum[r][2], sum[r][3], scores + r * score_stride);
+        for (int j = 0; j < keys_in_registers; ++j) column[j] = Load::load(keys[first + j] + i);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; ++r) {
+          const FloatVec q = hn::Load(d, queries + r * query_stride + i);
+#pragma GCC unroll 4
+          for (int j = 0; j < keys_in_registers; ++j) {
+            sum[r][j] = hn::MulAdd(q, column[j], sum[r][j]);
+          }
+        }
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; ++r) {
+        store_lane_sums(sum[r][0], sum[r][1], sum[r][2], sum[r][3],
+                        scores + r * score_stride + first);
+      }
     }
   }
 
@@ -113,26 +127,28 @@ struct Float32Stream {
 
   // out[r] += sum over j of scores[r][key + j] values[j], once convert_weights() has seen the rows.
   template <int rows>
-  static HWY_INLINE void add(const FourRows<Element>& values, const float* scores, int64 key,
+  static HWY_INLINE void add(RowsAtOnce<Element> values, const float* scores, int64 key,
                              int64 score_stride, int64 columns, float* out, int64 out_stride) {
     const FloatTag d;
-    FloatVec weight[rows][keys_at_once];
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; ++r) {
-#pragma GCC unroll 4
-      for (int j = 0; j < keys_at_once; ++j)
-        weight[r][j] = hn::Set(d, scores[r * score_stride + key + j]);
-    }
-    for (int64 i = 0; i < columns; i += lanes) {
-      FloatVec value[keys_at_once];
-#pragma GCC unroll 4
-      for (std::size_t j = 0; j < keys_at_once; ++j) value[j] = Load::load(values[j] + i);
+    for (int first = 0; first < keys_at_once; first += keys_in_registers) {
+      FloatVec weight[rows][keys_in_registers];
 #pragma GCC unroll 4
       for (int r = 0; r < rows; ++r) {
-        FloatVec sum = hn::Load(d, out + r * out_stride + i);
 #pragma GCC unroll 4
-        for (int j = 0; j < keys_at_once; ++j) sum = hn::MulAdd(weight[r][j], value[j], sum);
-        hn::Store(sum, d, out + r * out_stride + i);
+        for (int j = 0; j < keys_in_registers; ++j)
+          weight[r][j] = hn::Set(d, scores[r * score_stride + key + first + j]);
+      }
+      for (int64 i = 0; i < columns; i += lanes) {
+        FloatVec value[keys_in_registers];
+#pragma GCC unroll 4
+        for (int j = 0; j < keys_in_registers; ++j) value[j] = Load::load(values[first + j] + i);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; ++r) {
+          FloatVec sum = hn::Load(d, out + r * out_stride + i);
+#pragma GCC unroll 4
+          for (int j = 0; j < keys_in_registers; ++j) sum = hn::MulAdd(weight[r][j], value[j], sum);
+          hn::Store(sum, d, out + r * out_stride + i);
+        }
       }
     }
   }
@@ -198,6 +214,8 @@ class StreamedTile : TileRows<exp2_degree> {
     const bool full = all.begin <= first_key && all.end >= first_key + count;
     ++(full ? this->statistics_.tiles_full : this->statistics_.tiles_partial);
 
+    translate_pages(p.k, first_key + count, this->config_.block_k);
+    translate_pages(p.v, first_key + count, this->config_.block_k);
     const Located keys = locate(p.k, p.head_dim, first_key, count, this->scratch_.keys);
     multiply_queries(keys, count, 0, this->rows_);
     // Weights past count are zero up to here, so that products may run over whole groups of keys.
@@ -228,6 +246,21 @@ class StreamedTile : TileRows<exp2_degree> {
     return false;
   }
 
+  // Reads one element in each page of the next block's rows. Where the address of a page has to be
+  // looked up in memory, asking for its lines ahead waits for that, page after page; reads side by
+  // side have their pages looked up side by side.
+  void translate_pages(const core::View& view, int64 first_key, int64 count) const {
+    constexpr int64 page_bytes = 4096;
+    const KeyRows rows = this->key_rows(view, this->tile_.head_kv);
+    const int64 bytes = core::size_bytes(view.dtype);
+    const int64 row_bytes = std::abs(view.stride[1]) * bytes;
+    const int64 step = core::max64(1, page_bytes / core::max64(1, row_bytes));
+    const int64 end = core::min64(first_key + count, this->sequence_.length_k);
+    for (int64 key = first_key; key < end; key += step) {
+      static_cast<void>(static_cast<const volatile char*>(view.data)[rows.offset(key) * bytes]);
+    }
+  }
+
   // Rows that vectors can read where they lie are left there; others are copied to block.
   Located locate(const core::View& view, int64 columns, int64 first_key, int64 count,
                  float* buffer) const {
@@ -249,7 +282,13 @@ class StreamedTile : TileRows<exp2_degree> {
                           core::round_up(core::ceil_div(bytes_ahead, row_bytes), keys_at_once));
     const int64 known = core::min64(count + ahead, this->sequence_.length_k - first_key);
     const void** to = this->scratch_.key_rows;
-    for (int64 key = 0; key < known; ++key) {
+    const bool steady = in_place && !paged;  // the usual case, worth a loop that vectors take
+    if (steady) {
+      const int64 bytes = core::size_bytes(view.dtype);
+      const char* row = static_cast<const char*>(view.data) + first * bytes;
+      for (int64 key = 0; key < known; ++key) to[key] = row + key * view.stride[1] * bytes;
+    }
+    for (int64 key = steady ? known : 0; key < known; ++key) {
       const int64 offset = paged ? rows.offset(first_key + key) : first + key * view.stride[1];
       if (in_place) {
         to[key] = static_cast<const char*>(view.data) + offset * core::size_bytes(view.dtype);
@@ -266,7 +305,7 @@ class StreamedTile : TileRows<exp2_degree> {
     return {in_place, in_place ? view.stride[2] : stride, row_bytes, to + ahead, to + end};
   }
 
-  // Asks for memory ahead of a pass over a block. Four rows read side by side are no stream to the
+  // Asks for memory ahead of a pass over a block. Rows read side by side are no stream to the
   // hardware's prefetchers, and what misses of the first-level cache alone can have in flight is a
   // third of the bandwidth. So rows are asked for in memory's own order, into the second level.
   class Prefetcher {
@@ -277,7 +316,7 @@ class StreamedTile : TileRows<exp2_degree> {
           row_bytes_(rows.row_bytes),
           lines_per_step_(core::ceil_div(keys_at_once * rows.row_bytes, 64 * head_count)) {}
 
-    // One head's share of four keys.
+    // One head's share of keys_at_once keys.
     HWY_INLINE void step() {
       for (int64 i = 0; i < lines_per_step_ && next_ != end_; ++i) {
         __builtin_prefetch(static_cast<const char*>(*next_) + at_, 0, 2);
@@ -326,40 +365,34 @@ class StreamedTile : TileRows<exp2_degree> {
         prefetcher.step();
         for_rows(core::max64(row_begin, head * per_head),
                  core::min64(row_end, (head + 1) * per_head), [&]<int rows>(int64 row) {
-                   multiply_four_keys<rows, Stream>(row, key, head * keys.head_stride);
+                   multiply_keys<rows, Stream>(row, key, head * keys.head_stride);
                  });
       }
     }
   }
 
   template <int rows, class Stream>
-  HWY_INLINE void multiply_four_keys(int64 row, int64 key, int64 head_offset) const {
+  HWY_INLINE void multiply_keys(int64 row, int64 key, int64 head_offset) const {
     const TileScratch& s = this->scratch_;
     constexpr int64 per_float = sizeof(float) / sizeof(typename Stream::Query);
     const auto* queries =
         reinterpret_cast<const typename Stream::Query*>(s.queries + row * s.query_stride);
-    Stream::template multiply<rows>(four_rows<Stream>(key, head_offset), queries,
+    Stream::template multiply<rows>(rows_at<Stream>(key, head_offset), queries,
                                     s.query_stride * per_float, padded_columns(this->p_.head_dim),
                                     this->scores(row) + key, s.score_stride);
   }
 
   template <int rows, class Stream>
-  HWY_INLINE void add_four_values(int64 row, int64 key, int64 head_offset) const {
+  HWY_INLINE void add_values(int64 row, int64 key, int64 head_offset) const {
     const TileScratch& s = this->scratch_;
-    Stream::template add<rows>(four_rows<Stream>(key, head_offset), this->scores(row), key,
+    Stream::template add<rows>(rows_at<Stream>(key, head_offset), this->scores(row), key,
                                s.score_stride, padded_columns(this->p_.head_dim_v),
                                s.out + row * s.out_stride, s.out_stride);
   }
 
   template <class Stream>
-  FourRows<typename Stream::Element> four_rows(int64 key, int64 offset) const {
-    FourRows<typename Stream::Element> rows;
-    for (std::size_t j = 0; j < keys_at_once; ++j) {
-      rows[j] = static_cast<const typename Stream::Element*>(
-                    this->scratch_.key_rows[key + static_cast<int64>(j)]) +
-                offset;
-    }
-    return rows;
+  HWY_INLINE RowsAtOnce<typename Stream::Element> rows_at(int64 key, int64 offset) const {
+    return {this->scratch_.key_rows + key, offset};
   }
 
   // O += P V, in the same order.
@@ -377,7 +410,7 @@ class StreamedTile : TileRows<exp2_degree> {
       for (int64 head = 0; head < this->tile_.head_count; ++head) {
         prefetcher.step();
         for_rows(head * per_head, (head + 1) * per_head, [&]<int rows>(int64 row) {
-          add_four_values<rows, Stream>(row, key, head * values.head_stride);
+          add_values<rows, Stream>(row, key, head * values.head_stride);
         });
       }
     }
