@@ -111,10 +111,10 @@ constexpr int32 shared_bytes(const Fwd100Config& c) {
 }
 
 // Registers that setmaxnreg leaves to each thread; together what the launch takes at entry.
-constexpr int32 softmax_registers(const Fwd100Config& c) { return c.query_tiles == 2 ? 184 : 224; }
+constexpr int32 softmax_registers(const Fwd100Config& c) { return c.query_tiles == 2 ? 176 : 224; }
 constexpr int32 correction_registers(const Fwd100Config& c) {
   return c.query_tiles == 2 ? 80 : 160;
 }
-constexpr int32 other_registers(const Fwd100Config& c) { return c.query_tiles == 2 ? 64 : 120; }
+constexpr int32 other_registers(const Fwd100Config& c) { return c.query_tiles == 2 ? 80 : 120; }
 
 }  // namespace fovea::core

@@ -13,7 +13,6 @@ struct Load100 {
   Plan& plan;
   const FwdParams& params;
   const bool leader;
-  const uint32 rank = pair_rank<C>();
   RingState<C.stages> state;
   RingState<1> q_states[C.query_tiles];
   RingState<2> tile_state;
@@ -107,7 +106,7 @@ struct Load100 {
     plan.key_ring.wait_free(state);
     load_panels<Plan::panels_qk, Plan::key_panel_bytes>(
         &params.k, plan.key_ring.full[state.stage], tile, block, 0,
-        static_cast<int32>(rank) * core::key_rows_of(C));
+        static_cast<int32>(pair_rank<C>()) * core::key_rows_of(C));
     state.advance();
   }
 
@@ -131,7 +130,8 @@ struct Load100 {
 
   __forceinline__ void load_value_panels(Barrier& full, const Fwd100Tile& tile, int32 block) {
     load_panels<Plan::panels_loaded, Plan::panel_bytes>(
-        &params.v, full, tile, block, static_cast<int32>(rank) * core::value_columns_of(C), 0);
+        &params.v, full, tile, block,
+        static_cast<int32>(pair_rank<C>()) * core::value_columns_of(C), 0);
   }
 
   __forceinline__ void clear_edge() {
@@ -209,11 +209,11 @@ struct Load100 {
   // Asks for the tile of a CTA, or of a pair, that has not started; both of a pair get the answer.
   __forceinline__ void ask() {
     if constexpr (C.launch_control) {
-      if (rank == 0) plan.next_ring.wait_free(next_state);
+      if (pair_rank<C>() == 0) plan.next_ring.wait_free(next_state);
       if (!leader) return;
       plan.next_ring.expect(next_state, sizeof plan.answer);
       if constexpr (C.cta_pair) {
-        if (rank == 0) {
+        if (pair_rank<C>() == 0) {
           launch_control_try_cancel_all(shared_address(plan.answer),
                                         shared_address(&plan.next_ring.full[0]));
         }

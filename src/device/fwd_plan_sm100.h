@@ -171,12 +171,15 @@ __forceinline__ bool visits(const KeySpan& span, int32 block) {
 __forceinline__ int32 block_at(const KeySpan& all, int32 n) {
   return n == 0 ? all.begin : all.end - n;
 }
-// What a query tile visits of them it visits in this order: its first and last block.
+// What a query tile visits of them it visits in this order: its first and last block, and the next.
 __forceinline__ int32 first_of(const KeySpan& all, const KeySpan& span) {
   return span.begin == all.begin ? span.begin : span.end - 1;
 }
 __forceinline__ int32 last_of(const KeySpan& all, const KeySpan& span) {
   return span.begin == all.begin && span.count() > 1 ? span.begin + 1 : span.begin;
+}
+__forceinline__ int32 block_after(const KeySpan& all, const KeySpan& span, int32 block) {
+  return block == all.begin ? span.end - 1 : block - 1;
 }
 
 // Where the n-th tile of keys of a query tile goes, and the parity of the barriers it completes.

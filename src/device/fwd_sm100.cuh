@@ -581,9 +581,9 @@ struct Softmax100 {
         sum = 0.0f;
         claimed = false;
 #pragma unroll 1
-        for (int32 n = 0; n < tile->count(); ++n) {
-          const int32 block = block_at(*tile, n);
-          if (visits(span, block)) take(*tile, span, block);
+        for (int32 block = first_of(*tile, span);; block = block_after(*tile, span, block)) {
+          take(*tile, span, block);
+          if (block == last_of(*tile, span)) break;
         }
         const int32 last_slot = slot_of<C>(query_tile, seen - 1);
         if constexpr (core::is_corrected(C)) {
@@ -618,7 +618,6 @@ struct Correct100 {
   RingState<1> output_states[C.query_tiles];
   RingState<1> out_states[C.query_tiles];
   int32 seen[C.query_tiles] = {};  // tiles of keys so far
-  const uint32 rank = pair_rank<C>();
 
   __forceinline__ int32 row() const { return static_cast<int32>(threadIdx.x % 128); }
   __forceinline__ TensorAddress output(int32 t) const {
@@ -641,7 +640,7 @@ struct Correct100 {
     }
     arrive_for_products<C>(plan.output_ready[slot]);
     // This CTA's softmax waits for it, too.
-    if (rank != 0) arrive_warp(plan.output_ready[slot]);
+    if (pair_rank<C>() != 0) arrive_warp(plan.output_ready[slot]);
   }
 
   __forceinline__ FwdRow row_of(const Fwd100Tile& tile, int32 t) const {
