@@ -70,6 +70,12 @@ constexpr int32 query_stages(const BwdConfig& c) { return c.pair || c.head_dim =
 // Columns of dq that go to global memory at a time; two such units are on their way.
 constexpr int32 dq_unit_columns(const BwdConfig& c) { return c.pair ? 16 : 32; }
 
+// Of them, how many a tile adds from registers, past shared memory, which binds. In turns none
+// does, so that one thread knows when all have been added.
+constexpr int32 dq_direct_units(const BwdConfig& c) {
+  return c.deterministic ? 0 : backward_columns(c).dq_width / dq_unit_columns(c) / 4;
+}
+
 // Dynamic shared memory. A pair holds what a product splits along its columns a second time: 256
 // keys x half of the columns of k, 128 rows x half of those of q and dout; and dS for its peer.
 constexpr int32 shared_bytes_sm100(const BwdConfig& c) {
@@ -83,12 +89,14 @@ constexpr int32 shared_bytes_sm100(const BwdConfig& c) {
   return (qk + v + query_stages(c) * qk + v) * panel + dscores + dq + rest;
 }
 
-// Registers that setmaxnreg leaves to each thread; two warpgroups compute.
-inline constexpr int32 backward_compute_registers = 176;
+// Registers that setmaxnreg leaves to each thread: two warpgroups compute, and the one that loads
+// has to look for what bias and mask hide.
 inline constexpr int32 backward_reduce_registers = 80;
-inline constexpr int32 backward_other_registers = 80;
-static_assert(2 * backward_compute_registers + backward_reduce_registers +
-                  backward_other_registers ==
-              512);
+constexpr int32 backward_other_registers(const BwdConfig& c) {
+  return hides_anywhere(c) ? 112 : 80;
+}
+constexpr int32 backward_compute_registers(const BwdConfig& c) {
+  return (512 - backward_reduce_registers - backward_other_registers(c)) / 2;
+}
 
 }  // namespace fovea::core

@@ -10,7 +10,7 @@
 //
 //                                                             one CTA   pair, each
 //   tensor cores     5 x 2 x 128 x 128 x 128 FLOP at 8192       2560      2560
-//   shared memory    operands, dS, exchange, dq at 128 bytes    3328      2560
+//   shared memory    operands, dS, exchange, dq at 128 bytes    3072      2432
 //   exponentials     128 x 128 at 16                            1024      1024
 //   reduction        64 or 32 KB into L2 at about 32 bytes      2048      1024
 //
@@ -219,7 +219,7 @@ struct Compute100Backward {
 
   Plan& plan;
   const BwdParams& params;
-  const Bwd100Work<C>& work;
+  const Bwd100Work<C> work;  // in registers
   const TensorAddress base;  // this warp's lanes
   const int32 rank;
   const int32 warpgroup;
@@ -265,20 +265,24 @@ struct Compute100Backward {
 
   // -- One block of query rows
 
-  // Gives the two chunks at `column` to use(i, words), the second loaded while the first is in use.
+  // Gives the two chunks at `column` to use(i, words), the second loaded while the first is in use;
+  // where much is done to a score, registers are dearer than that.
   template <typename Use>
   __forceinline__ void stream(int32 column, Use use) {
-    uint32 words[2][chunk];
+    constexpr bool loads_ahead = !core::hides_anywhere(C) && !C.has_dropout;
+    uint32 words[loads_ahead ? 2 : 1][chunk];
     const auto load = [&](int32 i) {
-      tcgen05_load_32x32b_x32(words[i], base + (column + chunk * chunk_of(i)));
+      tcgen05_load_32x32b_x32(words[loads_ahead ? i : 0], base + (column + chunk * chunk_of(i)));
     };
-    load(0);
+    if constexpr (loads_ahead) load(0);
 #pragma unroll
     for (int32 i = 0; i < 2; ++i) {
+      if constexpr (!loads_ahead) load(i);
+      uint32(&now)[chunk] = words[loads_ahead ? i : 0];
       tcgen05_wait_load();
-      tcgen05_hold(words[i]);
-      if (i == 0) load(1);
-      use(i, words[i]);
+      tcgen05_hold(now);
+      if (loads_ahead && i == 0) load(1);
+      use(i, now);
     }
   }
 
@@ -563,13 +567,15 @@ struct Reduce100 {
   using Plan = Bwd100Plan<C>;
   static constexpr int32 unit = core::dq_unit_columns(C);
   static constexpr int32 units = Plan::columns.dq_width / unit;
+  static constexpr int32 staged_units = units - core::dq_direct_units(C);
 
   Plan& plan;
   const BwdParams& params;
   const Bwd100Work<C>& work;
   const TensorAddress base;  // this warp's lanes
   const int32 rank;
-  const bool adds;  // the thread that talks to global memory
+  const bool adds;   // the thread that talks to the copy engine
+  int32 staged = 0;  // units that have gone through shared memory
 
   // How many tiles of keys add to a block of rows before this one.
   __forceinline__ uint32 turn(int32 block) const {
@@ -611,6 +617,16 @@ struct Reduce100 {
     fence_proxy_async_shared();
   }
 
+  // The same quads into global memory.
+  static __forceinline__ void add_directly(float* target, const uint32 (&words)[unit]) {
+#pragma unroll
+    for (int32 j = 0; j < unit / 4; ++j) {
+      reduce_add_x4(target + (128 * j + threadIdx.x % 128) * 4,
+                    float4{__uint_as_float(words[4 * j]), __uint_as_float(words[4 * j + 1]),
+                           __uint_as_float(words[4 * j + 2]), __uint_as_float(words[4 * j + 3])});
+    }
+  }
+
   __forceinline__ void step(int32 n, int64 number, int32 block) {
     wait_for<C>(plan.dq_full, n);
     tcgen05_fence_after();
@@ -631,9 +647,13 @@ struct Reduce100 {
         tcgen05_fence_before();
         arrive_leader<C>(plan.dq_free);
       }
+      if (i >= staged_units) {
+        add_directly(sums + i * (unit * 128), words);
+        continue;
+      }
       if (adds) bulk_wait_read<1>();
       named_barrier_sync<Plan::unit_barrier, 128>();
-      const SharedAddress place = shared_address(plan.dq[i % 2]);
+      const SharedAddress place = shared_address(plan.dq[staged++ % 2]);
       stage(place, words);
       named_barrier_sync<Plan::unit_barrier, 128>();
       if (adds) {
@@ -745,7 +765,7 @@ __device__ void bwd_sm100(const BwdParams& params) {
   const int32 steps = plan.work.steps(params);
 
   if (warp < 8) {
-    registers_grow<core::backward_compute_registers>();
+    registers_grow<core::backward_compute_registers(C)>();
     if (plan.work.exists()) {
       Compute100Backward<C>{plan, params, plan.work, lanes, rank, warp / 4}.run(steps);
     }
@@ -753,7 +773,7 @@ __device__ void bwd_sm100(const BwdParams& params) {
     registers_shrink<core::backward_reduce_registers>();
     Reduce100<C>{plan, params, plan.work, lanes, rank, threadIdx.x == 8 * 32}.run();
   } else {
-    registers_shrink<core::backward_other_registers>();
+    registers_shrink<core::backward_other_registers(C)>();
     if (warp == 12) {
       if (rank == 0 && elect_one()) Multiply100Backward<C>{plan, tensor}.run(steps);
     } else if (warp == 13) {

@@ -1,0 +1,381 @@
+// What is the Blackwell backward kernel's own: results that do not depend on the order of
+// asynchronous work, what it may count on, what each unit does per tile beside Hopper's kernel, and
+// whether the emulator notices when its synchronisation is broken. Emulated only.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "core/numeric.h"
+#include "cpu/reference.h"
+#include "runtime/backward_gpu.h"
+#include "runtime/source.h"
+#include "tests/faults.h"
+#include "tests/jit/jit_support.h"
+#include "tests/support.h"
+
+namespace fovea::tests {
+namespace {
+
+using core::BwdConfig;
+using core::int32;
+using core::int64;
+using core::uint16;
+using core::uint64;
+using nlohmann::json;
+using runtime::Device;
+using runtime::DeviceAddress;
+using runtime::DeviceBuffer;
+using runtime::EmulationOptions;
+
+// An emulated chip that keeps the report of the launch whose kernel has the most to do, and may
+// change a kernel's text before it is loaded.
+class Watched : public Device {
+ public:
+  Watched(const std::string& name, const EmulationOptions& options)
+      : device_(runtime::open_device(name, options)) {}
+
+  std::function<std::string(std::string)> change = [](std::string text) { return text; };
+  json largest;
+
+  const runtime::DeviceProperties& properties() const override { return device_->properties(); }
+  DeviceAddress allocate(std::size_t bytes) override { return device_->allocate(bytes); }
+  void free(DeviceAddress address) noexcept override { device_->free(address); }
+  bool reaches(DeviceAddress address) const override { return device_->reaches(address); }
+  void copy_to_device(DeviceAddress target, const void* source, std::size_t bytes,
+                      runtime::Stream stream) override {
+    device_->copy_to_device(target, source, bytes, stream);
+  }
+  void copy_to_host(void* target, DeviceAddress source, std::size_t bytes,
+                    runtime::Stream stream) override {
+    device_->copy_to_host(target, source, bytes, stream);
+  }
+  void copy(DeviceAddress target, DeviceAddress source, std::size_t bytes,
+            runtime::Stream stream) override {
+    device_->copy(target, source, bytes, stream);
+  }
+  void fill(DeviceAddress target, std::uint8_t byte, std::size_t bytes,
+            runtime::Stream stream) override {
+    device_->fill(target, byte, bytes, stream);
+  }
+  std::shared_ptr<runtime::Kernel> load(std::string_view image, std::string_view entry) override {
+    return device_->load(change(std::string(image)), entry);
+  }
+  void launch(runtime::Kernel& kernel, const runtime::LaunchConfig& config,
+              std::span<const std::byte> parameters, runtime::Stream stream) override {
+    device_->launch(kernel, config, parameters, stream);
+    json report = json::parse(device_->report(true));
+    if (report["total"]["tensor_flops_f16"].get<uint64>() > 0) largest = std::move(report);
+  }
+  core::TensorMap encode_tensor_map(const runtime::TensorMapSpec& spec) override {
+    return device_->encode_tensor_map(spec);
+  }
+  runtime::Stream create_stream() override { return device_->create_stream(); }
+  void destroy(runtime::Stream stream) noexcept override { device_->destroy(stream); }
+  void synchronize(runtime::Stream stream) override { device_->synchronize(stream); }
+  void synchronize() override { device_->synchronize(); }
+  runtime::Event create_event() override { return device_->create_event(); }
+  void destroy(runtime::Event event) noexcept override { device_->destroy(event); }
+  void record(runtime::Event event, runtime::Stream stream) override {
+    device_->record(event, stream);
+  }
+  void wait(runtime::Stream stream, runtime::Event event) override { device_->wait(stream, event); }
+  float elapsed_ms(runtime::Event begin, runtime::Event end) override {
+    return device_->elapsed_ms(begin, end);
+  }
+  std::string report(bool as_json) const override { return device_->report(as_json); }
+  void set_emulation(const EmulationOptions& options) override { device_->set_emulation(options); }
+
+ private:
+  std::unique_ptr<Device> device_;
+};
+
+struct Shape {
+  int64 seqlen_q = 200;
+  int64 seqlen_k = 300;
+  int32 head_dim = 128;
+  int32 head_dim_v = 128;
+  core::Window window = {};
+};
+
+// Normal inputs in bf16, one batch and head, with out and lse of the oracle.
+class Inputs {
+ public:
+  explicit Inputs(const Shape& s) {
+    test::Random random(7);
+    const auto fill = [&](core::View& view, std::vector<uint16>& values, int64 rows, int32 width) {
+      for (int64 i = 0; i < rows * width; ++i) {
+        values.push_back(core::float_to_bf16(static_cast<float>(random.normal())));
+      }
+      view = {values.data(), core::DType::bf16, {rows * width, width, width, 1}};
+    };
+    core::Problem& p = problem;
+    p.batch = p.heads_q = p.heads_kv = 1;
+    p.seqlen_q = s.seqlen_q;
+    p.seqlen_k = s.seqlen_k;
+    p.head_dim = s.head_dim;
+    p.head_dim_v = s.head_dim_v;
+    p.window = s.window;
+    p.deterministic = true;
+    p.softmax_scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim));
+    fill(p.q, q, s.seqlen_q, s.head_dim);
+    fill(p.k, k, s.seqlen_k, s.head_dim);
+    fill(p.v, v, s.seqlen_k, s.head_dim_v);
+    fill(gradients.dout, dout, s.seqlen_q, s.head_dim_v);
+    p.out = gradients.dout;
+    p.lse = {nullptr, core::DType::f32, {s.seqlen_q, s.seqlen_q, 1, 0}};
+    gradients.dq = p.q;
+    gradients.dk = p.k;
+    gradients.dv = p.v;
+    gradients.rows_k = s.seqlen_k;
+    const cpu::ReferenceResult forward = cpu::reference_forward(p);
+    for (const double x : forward.out) out.push_back(core::float_to_bf16(static_cast<float>(x)));
+    lse.assign(forward.lse.begin(), forward.lse.end());
+  }
+
+  core::Problem problem;
+  core::Gradients gradients;
+  std::vector<uint16> q, k, v, out, dout;
+  std::vector<float> lse;
+};
+
+using Gradients = std::array<std::vector<uint16>, 3>;  // dq, dk, dv
+
+// Throws DeviceError for every fault that the emulator finds.
+Gradients run(Device& device, const Inputs& inputs, const BwdConfig& config) {
+  std::vector<DeviceBuffer> buffers;
+  const auto upload = [&](core::View& view, const auto& values) {
+    buffers.emplace_back(device, values.size() * sizeof(values[0]));
+    device.copy_to_device(buffers.back().address(), values.data(),
+                          values.size() * sizeof(values[0]));
+    view.data = reinterpret_cast<void*>(buffers.back().address());
+  };
+  runtime::BackwardCall call;
+  call.problem = inputs.problem;
+  call.gradients = inputs.gradients;
+  upload(call.problem.q, inputs.q);
+  upload(call.problem.k, inputs.k);
+  upload(call.problem.v, inputs.v);
+  upload(call.problem.out, inputs.out);
+  upload(call.problem.lse, inputs.lse);
+  upload(call.gradients.dout, inputs.dout);
+  upload(call.gradients.dq, inputs.q);
+  upload(call.gradients.dk, inputs.k);
+  upload(call.gradients.dv, inputs.v);
+  const std::size_t bytes = runtime::backward_workspace_bytes(call, config, device.properties());
+  const DeviceBuffer workspace(device, bytes);
+  call.workspace = workspace.address();
+  runtime::BackwardKernels(device, config, call.gradients).run(call);
+  Gradients result{inputs.q, inputs.k, inputs.v};
+  const core::View* views[3] = {&call.gradients.dq, &call.gradients.dk, &call.gradients.dv};
+  for (std::size_t i = 0; i < 3; ++i) {
+    device.copy_to_host(result[i].data(), reinterpret_cast<DeviceAddress>(views[i]->data),
+                        result[i].size() * 2);
+  }
+  device.synchronize();
+  return result;
+}
+
+Gradients run(const Inputs& inputs, const BwdConfig& config, const EmulationOptions& options) {
+  Watched device("emulated:sm_100a", options);
+  return run(device, inputs, config);
+}
+
+BwdConfig configure(const Inputs& inputs, bool pair, std::string_view arch = "sm_100a") {
+  BwdConfig config = runtime::choose_backward(inputs.problem, inputs.gradients, arch);
+  config.pair = pair;
+  return config;
+}
+
+// ---- Order of asynchronous work -----------------------------------------------------------------
+
+struct SeedCase {
+  const char* name;
+  Shape shape;
+  bool pair = false;
+};
+
+class BackwardSeeds : public testing::TestWithParam<SeedCase> {};
+
+TEST_P(BackwardSeeds, DoNotChangeABit) {
+  const Inputs inputs(GetParam().shape);
+  const BwdConfig config = configure(inputs, GetParam().pair);
+  const Gradients eager = run(inputs, config, {});
+  EXPECT_EQ(run(inputs, config, {.order = EmulationOptions::Order::lazy}), eager);
+  for (uint64 seed = 1; seed <= 6; ++seed) {
+    EXPECT_EQ(run(inputs, config, {.order = EmulationOptions::Order::random, .seed = seed}), eager)
+        << seed;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Forms, BackwardSeeds,
+    testing::Values(SeedCase{"d64", {.head_dim = 64, .head_dim_v = 64}},
+                    SeedCase{"d128", {.window = {-1, 0}}}, SeedCase{"pair", {}, true},
+                    SeedCase{"pair_causal", {.seqlen_k = 520, .window = {-1, 0}}, true},
+                    SeedCase{"d192", {.seqlen_k = 200, .head_dim = 192}}),
+    [](const auto& tested) { return std::string(tested.param.name); });
+
+// The fast form counts on products being executed in the order of issue. Where only the manual's
+// order holds, it overwrites what another product reads.
+TEST(BackwardIssueOrder, IsCountedOnOnlyWhereTheConfigurationSaysSo) {
+  const Inputs inputs({.seqlen_q = 300, .seqlen_k = 256});
+  for (const bool pair : {false, true}) {
+    BwdConfig config = configure(inputs, pair);
+    EXPECT_FALSE(config.issue_order);
+    const Gradients safe = run(inputs, config, {});
+    config.issue_order = true;
+    const auto order = EmulationOptions::Order::random;
+    EXPECT_EQ(run(inputs, config, {.order = order, .seed = 3, .in_order_tensor = true}), safe);
+    EXPECT_THROW(run(inputs, config, {.order = order, .seed = 3}), runtime::DeviceError);
+  }
+}
+
+// ---- Counts per tile ----------------------------------------------------------------------------
+
+constexpr std::array<const char*, 11> counted{
+    "tensor_flops_f16",          "mufu_lanes",         "shared_tensor_read_bytes",
+    "shared_read_bytes",         "shared_write_bytes", "tma_load_bytes",
+    "tma_store_bytes",           "dsmem_bytes",        "tensor_memory_read_bytes",
+    "tensor_memory_write_bytes", "warp_instructions"};
+using Counts = std::map<std::string, double>;
+
+// What 128 query rows more cost for each 128 keys; from two reports of the main kernel.
+Counts difference(const json& more, const json& less, double tiles) {
+  Counts counts;
+  for (const char* name : counted) {
+    counts[name] = (more["total"][name].get<double>() - less["total"][name].get<double>()) / tiles;
+  }
+  return counts;
+}
+
+Counts count_tile(const std::string& arch, int32 head_dim, bool pair) {
+  json reports[2];
+  for (const int i : {0, 1}) {
+    Inputs inputs({.seqlen_q = 256 + 128 * i,
+                   .seqlen_k = 256,
+                   .head_dim = head_dim,
+                   .head_dim_v = head_dim == 192 ? 128 : head_dim});
+    inputs.problem.deterministic = false;
+    Watched device("emulated:" + arch, {.checks = false});
+    static_cast<void>(run(device, inputs, configure(inputs, pair, arch)));
+    reports[i] = device.largest;
+  }
+  return difference(reports[1], reports[0], 2.0);
+}
+
+// Bytes that the ports of shared memory move for products, dS, its exchange and dq; without copies
+// into it and the two numbers of each row, as in the published sums. A broadcast read is not seen
+// apart here, so dq and dS are counted where they are written; each dq is read once, by the engine.
+double shared_bytes(const Counts& c) {
+  return c.at("shared_tensor_read_bytes") + c.at("shared_write_bytes") + c.at("tma_store_bytes") +
+         2.0 * c.at("dsmem_bytes");
+}
+
+// Rows of the table in docs/kernels/bwd_sm100.md. bench/backward_counts.py adds those of others.
+TEST(BackwardCounts, KeepTheBudgetAndTheDistances) {
+  const Counts one = count_tile("sm_100a", 128, false);
+  const Counts pair = count_tile("sm_100a", 128, true);
+  const Counts narrow = count_tile("sm_100a", 64, false);
+  const Counts wide = count_tile("sm_100a", 192, false);
+  const Counts hopper = count_tile("sm_90a", 128, false);
+  const std::pair<const char*, const Counts*> columns[] = {{"d=128", &one},
+                                                           {"d=128, pair", &pair},
+                                                           {"d=64", &narrow},
+                                                           {"192/128", &wide},
+                                                           {"Hopper, d=128", &hopper}};
+  for (const auto& [name, counts] : columns) {
+    std::printf("counts %s\n", json{{"name", name}, {"counts", *counts}}.dump().c_str());
+  }
+  constexpr double flops = 10.0 * 128 * 128 * 128;
+  EXPECT_EQ(one.at("tensor_flops_f16"), flops);
+  EXPECT_EQ(pair.at("tensor_flops_f16"), flops);
+  EXPECT_EQ(hopper.at("tensor_flops_f16"), flops);
+  EXPECT_EQ(one.at("mufu_lanes"), 128.0 * 128);
+  EXPECT_EQ(pair.at("mufu_lanes"), 128.0 * 128);
+  // The budget: cycles of shared memory at 128 bytes each.
+  EXPECT_EQ(one.at("shared_tensor_read_bytes"), 2048.0 * 128);
+  EXPECT_EQ(pair.at("shared_tensor_read_bytes"), 1536.0 * 128);
+  EXPECT_EQ(shared_bytes(one), 3072.0 * 128);
+  EXPECT_EQ(shared_bytes(pair), 2432.0 * 128);
+  EXPECT_EQ(shared_bytes(narrow), 1920.0 * 128);
+  EXPECT_EQ(shared_bytes(wide), 4096.0 * 128);
+  EXPECT_LE(shared_bytes(pair), 0.81 * shared_bytes(one));
+  EXPECT_LE(shared_bytes(one), 0.6 * shared_bytes(hopper));
+  // Three quarters of dq go by bulk reduction, a quarter from registers.
+  EXPECT_EQ(2.0 * pair.at("tma_store_bytes"), one.at("tma_store_bytes"));
+  EXPECT_EQ(one.at("tma_store_bytes"), 0.75 * 128 * 128 * 4);
+}
+
+// ---- Fault injection ----------------------------------------------------------------------------
+
+struct Tally {
+  int total = 0, reported = 0, wrong = 0;
+};
+
+// Whether any of a few orders of asynchronous work brings the fault to light.
+void inject(const Inputs& inputs, const BwdConfig& config, const std::string& broken,
+            const Gradients& right, Tally& tally) {
+  using Order = EmulationOptions::Order;
+  ++tally.total;
+  bool wrong = false;
+  for (const Order order : {Order::lazy, Order::eager, Order::random}) {
+    Watched device("emulated:sm_100a", {.order = order, .seed = 2});
+    device.change = [&](std::string text) {
+      return text.find("tcgen05.mma") != std::string::npos ? broken : text;
+    };
+    try {
+      wrong = wrong || run(device, inputs, config) != right;
+    } catch (const runtime::DeviceError&) {
+      ++tally.reported;
+      return;
+    }
+  }
+  tally.wrong += wrong ? 1 : 0;
+}
+
+class BackwardFaults : public testing::TestWithParam<bool> {};
+
+TEST_P(BackwardFaults, AreReported) {
+  const bool pair = GetParam();
+  // Ends inside tiles, so that the clearing of rows and keys is there to be broken.
+  const Inputs inputs({.seqlen_q = 200, .seqlen_k = 200});
+  const BwdConfig config = configure(inputs, pair);
+  std::string text;
+  Watched device("emulated:sm_100a", {});
+  device.change = [&](std::string image) {
+    if (image.find("tcgen05.mma") != std::string::npos) text = image;
+    return image;
+  };
+  const Gradients right = run(device, inputs, config);
+  const auto mutants = mutants_of(text, std::string(runtime::kernel_entry));
+  // Every so many of them: all take minutes. FOVEA_TEST_SAMPLE=1 is all.
+  const char* sample = std::getenv("FOVEA_TEST_SAMPLE");
+  const std::size_t stride = sample != nullptr ? std::stoul(sample) : 11;
+  Tally all;
+  for (std::size_t i = 0; i < mutants.size(); i += stride) {
+    const int reported = all.reported;
+    const int wrong = all.wrong;
+    inject(inputs, config, mutants[i].ptx, right, all);
+    if (all.reported > reported) continue;
+    std::printf("not reported (%s): line %d [%s] %.110s\n",
+                all.wrong > wrong ? "result wrong" : "result right", mutants[i].line,
+                mutants[i].kind.c_str(), mutants[i].before.c_str());
+  }
+  std::printf("%zu mutants, %d run, %d reported\n", mutants.size(), all.total, all.reported);
+  EXPECT_EQ(all.wrong, 0) << "a wrong result must not pass unreported";
+  EXPECT_GE(100 * all.reported, 80 * all.total);
+}
+
+INSTANTIATE_TEST_SUITE_P(Forms, BackwardFaults, testing::Bool(),
+                         [](const auto& tested) { return tested.param ? "pair" : "one_cta"; });
+
+}  // namespace
+}  // namespace fovea::tests
