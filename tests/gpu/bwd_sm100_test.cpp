@@ -1,12 +1,11 @@
 // What is the Blackwell backward kernel's own: results that do not depend on the order of
-// asynchronous work, what it may count on, what each unit does per tile beside Hopper's kernel, and
-// whether the emulator notices when its synchronisation is broken. Emulated only.
+// asynchronous work, what it may count on, and what each unit does per tile beside Hopper's kernel.
+// Emulated only.
 #include <gtest/gtest.h>
 
 #include <array>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -16,8 +15,6 @@
 #include "core/numeric.h"
 #include "cpu/reference.h"
 #include "runtime/backward_gpu.h"
-#include "runtime/source.h"
-#include "tests/faults.h"
 #include "tests/jit/jit_support.h"
 #include "tests/support.h"
 
@@ -313,69 +310,6 @@ TEST(BackwardCounts, KeepTheBudgetAndTheDistances) {
   EXPECT_EQ(2.0 * pair.at("tma_store_bytes"), one.at("tma_store_bytes"));
   EXPECT_EQ(one.at("tma_store_bytes"), 0.75 * 128 * 128 * 4);
 }
-
-// ---- Fault injection ----------------------------------------------------------------------------
-
-struct Tally {
-  int total = 0, reported = 0, wrong = 0;
-};
-
-// Whether any of a few orders of asynchronous work brings the fault to light.
-void inject(const Inputs& inputs, const BwdConfig& config, const std::string& broken,
-            const Gradients& right, Tally& tally) {
-  using Order = EmulationOptions::Order;
-  ++tally.total;
-  bool wrong = false;
-  for (const Order order : {Order::lazy, Order::eager, Order::random}) {
-    Watched device("emulated:sm_100a", {.order = order, .seed = 2});
-    device.change = [&](std::string text) {
-      return text.find("tcgen05.mma") != std::string::npos ? broken : text;
-    };
-    try {
-      wrong = wrong || run(device, inputs, config) != right;
-    } catch (const runtime::DeviceError&) {
-      ++tally.reported;
-      return;
-    }
-  }
-  tally.wrong += wrong ? 1 : 0;
-}
-
-class BackwardFaults : public testing::TestWithParam<bool> {};
-
-TEST_P(BackwardFaults, AreReported) {
-  const bool pair = GetParam();
-  // Ends inside tiles, so that the clearing of rows and keys is there to be broken.
-  const Inputs inputs({.seqlen_q = 200, .seqlen_k = 200});
-  const BwdConfig config = configure(inputs, pair);
-  std::string text;
-  Watched device("emulated:sm_100a", {});
-  device.change = [&](std::string image) {
-    if (image.find("tcgen05.mma") != std::string::npos) text = image;
-    return image;
-  };
-  const Gradients right = run(device, inputs, config);
-  const auto mutants = mutants_of(text, std::string(runtime::kernel_entry));
-  // Every so many of them: all take minutes. FOVEA_TEST_SAMPLE=1 is all.
-  const char* sample = std::getenv("FOVEA_TEST_SAMPLE");
-  const std::size_t stride = sample != nullptr ? std::stoul(sample) : 11;
-  Tally all;
-  for (std::size_t i = 0; i < mutants.size(); i += stride) {
-    const int reported = all.reported;
-    const int wrong = all.wrong;
-    inject(inputs, config, mutants[i].ptx, right, all);
-    if (all.reported > reported) continue;
-    std::printf("not reported (%s): line %d [%s] %.110s\n",
-                all.wrong > wrong ? "result wrong" : "result right", mutants[i].line,
-                mutants[i].kind.c_str(), mutants[i].before.c_str());
-  }
-  std::printf("%zu mutants, %d run, %d reported\n", mutants.size(), all.total, all.reported);
-  EXPECT_EQ(all.wrong, 0) << "a wrong result must not pass unreported";
-  EXPECT_GE(100 * all.reported, 80 * all.total);
-}
-
-INSTANTIATE_TEST_SUITE_P(Forms, BackwardFaults, testing::Bool(),
-                         [](const auto& tested) { return tested.param ? "pair" : "one_cta"; });
 
 }  // namespace
 }  // namespace fovea::tests
