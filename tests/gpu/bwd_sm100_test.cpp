@@ -1,11 +1,12 @@
 // What is the Blackwell backward kernel's own: results that do not depend on the order of
-// asynchronous work, what it may count on, and what each unit does per tile beside Hopper's kernel.
-// Emulated only.
+// asynchronous work, what it may count on, what each unit does per tile beside Hopper's kernel, and
+// whether the emulator notices when its synchronisation is broken. Emulated only.
 #include <gtest/gtest.h>
 
 #include <array>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -15,6 +16,8 @@
 #include "core/numeric.h"
 #include "cpu/reference.h"
 #include "runtime/backward_gpu.h"
+#include "runtime/source.h"
+#include "tests/faults.h"
 #include "tests/jit/jit_support.h"
 #include "tests/support.h"
 
@@ -310,6 +313,70 @@ TEST(BackwardCounts, KeepTheBudgetAndTheDistances) {
   EXPECT_EQ(2.0 * pair.at("tma_store_bytes"), one.at("tma_store_bytes"));
   EXPECT_EQ(one.at("tma_store_bytes"), 0.75 * 128 * 128 * 4);
 }
+
+// ---- Fault injection ----------------------------------------------------------------------------
+
+// Runs a text in place of the main kernel's; true where the emulator has something to say.
+bool objects(const Inputs& inputs, const BwdConfig& config, const std::string& text,
+             EmulationOptions::Order order, Gradients& result) {
+  Watched device("emulated:sm_100a", {.order = order, .seed = 2});
+  device.change = [&](std::string image) {
+    return image.find("tcgen05.mma") != std::string::npos ? text : image;
+  };
+  try {
+    result = run(device, inputs, config);
+  } catch (const runtime::DeviceError&) {
+    return true;
+  }
+  return false;
+}
+
+FaultOutcome outcome_of(const Inputs& inputs, const BwdConfig& config, const Mutant& mutant,
+                        const Gradients& right) {
+  using Order = EmulationOptions::Order;
+  Gradients result;
+  bool wrong = false;
+  for (const Order order : {Order::lazy, Order::random, Order::eager}) {
+    if (objects(inputs, config, mutant.ptx, order, result)) return FaultOutcome::reported;
+    wrong = wrong || result != right;
+  }
+  if (wrong) return FaultOutcome::wrong;
+  return objects(inputs, config, mutant.trapped, Order::lazy, result) ? FaultOutcome::unnoticed
+                                                                      : FaultOutcome::unreached;
+}
+
+class BackwardFaults : public testing::TestWithParam<bool> {};
+
+TEST_P(BackwardFaults, AreReported) {
+  // Rings go round; rows and keys end inside tiles, so that the clearing of them can be broken.
+  const Inputs inputs({.seqlen_q = 440, .seqlen_k = 200});
+  const BwdConfig config = configure(inputs, GetParam());
+  std::string text;
+  Watched device("emulated:sm_100a", {});
+  device.change = [&](std::string image) {
+    if (image.find("tcgen05.mma") != std::string::npos) text = image;
+    return image;
+  };
+  const Gradients right = run(device, inputs, config);
+  const auto mutants = mutants_of(text, std::string(runtime::kernel_entry));
+  // Every so many of them: all take minutes. FOVEA_TEST_SAMPLE=1 is all.
+  const char* sample = std::getenv("FOVEA_TEST_SAMPLE");
+  const std::size_t stride = sample != nullptr ? std::stoul(sample) : 9;
+  FaultTable table;
+  for (std::size_t i = 3; i < mutants.size(); i += stride) {
+    const FaultOutcome outcome = outcome_of(inputs, config, mutants[i], right);
+    table.add(mutants[i].kind, outcome);
+    if (outcome == FaultOutcome::reported) continue;
+    std::printf("%s: line %d [%s] %.110s\n", name(outcome), mutants[i].line,
+                mutants[i].kind.c_str(), mutants[i].before.c_str());
+  }
+  std::printf("%zu in all; of these\n%s", mutants.size(), table.text().c_str());
+  EXPECT_EQ(table.all().wrong_only, 0) << "a wrong result must not pass unreported";
+  EXPECT_GE(4 * table.all().reported, 3 * table.all().total);
+}
+
+INSTANTIATE_TEST_SUITE_P(Forms, BackwardFaults, testing::Bool(),
+                         [](const auto& tested) { return tested.param ? "pair" : "one_cta"; });
 
 }  // namespace
 }  // namespace fovea::tests
