@@ -101,6 +101,7 @@ std::string describe(const CaseSpec& s) {
   if (s.alibi) out << " alibi";
   if (s.bias != Bias::none) out << " bias=" << static_cast<int>(s.bias);
   if (s.mask != Mask::none) out << " mask=" << static_cast<int>(s.mask);
+  if (s.scales != Scales::none) out << " scales=" << static_cast<int>(s.scales);
   if (s.dropout > 0) out << " dropout=" << s.dropout;
   if (!s.lse) out << " no_lse";
   if (s.num_splits != 0) out << " splits=" << s.num_splits;
@@ -128,6 +129,7 @@ Call::Call(const CaseSpec& given) : spec(given) {
   fill_k(normal(1.0));
   fill_v(normal(1.0));
   fill_extras(random);
+  if (spec.scales != Scales::none) add_scales(random);
 }
 
 bool Call::is_varlen_q() const {
@@ -298,6 +300,29 @@ void Call::fill_extras(Random& random) {
   problem.alibi = alibi.tensor();
 }
 
+// Values between a half and two, which elements are divided by on average.
+void Call::add_scales(Random& random) {
+  const auto scales = [&](Index rows, Index heads, bool varlen, bool paged) {
+    Shape shape{spec.batch, heads, 1, 1};
+    if (spec.scales == Scales::one) shape = {1, 1, 1, 1};
+    if (spec.scales == Scales::per_block && !paged) {
+      shape[2] = varlen ? rows / 32 + spec.batch + 1 : (rows + 31) / 32;
+      if (varlen) shape[0] = 1;
+    }
+    HostTensor tensor = laid_out(DType::f32, shape, spec.layout);
+    tensor.fill(
+        [&](Index, Index, Index, Index) { return std::exp2(2.0 * random.uniform() - 1.0); });
+    return tensor;
+  };
+  const Index heads_q = spec.scales == Scales::per_head ? spec.hkv : spec.hq;
+  q_scale = scales(q.shape()[1], heads_q, is_varlen_q(), false);
+  k_scale = scales(k.shape()[1], spec.hkv, is_varlen_k(), is_paged());
+  v_scale = scales(k.shape()[1], spec.hkv, is_varlen_k(), is_paged());
+  problem.q_scale = q_scale.tensor();
+  problem.k_scale = k_scale.tensor();
+  problem.v_scale = v_scale.tensor();
+}
+
 Call::Place Call::row_q(Index b, Index i) const {
   if (is_varlen_q()) return {0, cu_q_[static_cast<std::size_t>(b)] + i};
   return {b, i};
@@ -374,7 +399,8 @@ void Call::poison_unseen() {
 
 void Call::remember_inputs() {
   inputs_before_.clear();
-  for (const HostTensor* tensor : {&q, &k, &v, &bias, &mask, &sink, &alibi}) {
+  for (const HostTensor* tensor :
+       {&q, &k, &v, &bias, &mask, &sink, &alibi, &q_scale, &k_scale, &v_scale}) {
     inputs_before_.push_back(tensor->buffer());
   }
 }
@@ -399,7 +425,8 @@ Statistics Call::run() {
 void Call::expect_memory_respected() const {
   EXPECT_EQ(out.foreign_bytes_changed(), 0) << "beside out";
   EXPECT_EQ(lse.foreign_bytes_changed(), 0) << "beside lse";
-  const HostTensor* inputs[] = {&q, &k, &v, &bias, &mask, &sink, &alibi};
+  const HostTensor* inputs[] = {&q,    &k,     &v,       &bias,    &mask,
+                                &sink, &alibi, &q_scale, &k_scale, &v_scale};
   for (std::size_t i = 0; i < std::size(inputs); ++i) {
     EXPECT_TRUE(inputs[i]->buffer() == inputs_before_[i]) << "input " << i << " was written";
   }
@@ -413,7 +440,7 @@ void Call::expect_matches_oracle() const {
       close_to(out.values(), exact.out, naive.out, out_floor(q.dtype(), out.dtype(), exact.out)))
       << "out";
   if (lse.present()) {
-    EXPECT_TRUE(close_to(lse.values(), exact.lse, naive.lse, lse_floor())) << "lse";
+    EXPECT_TRUE(close_to(lse.values(), exact.lse, naive.lse, lse_floor(q.dtype()))) << "lse";
   }
 }
 

@@ -35,6 +35,9 @@ enum class Entry {
 
 enum class Bias { none, full, per_key, per_head, with_minus_infinity };
 enum class Mask { none, random, per_key, empty_rows, late };
+// Of 8-bit q, k and v: none; one for each tensor; for each (sequence, KV head); for q (sequence,
+// query head); for each 32 rows, where pages do not forbid it.
+enum class Scales { none, one, per_head, per_query_head, per_block };
 
 struct CaseSpec {
   std::string name;
@@ -62,6 +65,7 @@ struct CaseSpec {
   bool alibi = false;
   Bias bias = Bias::none;
   Mask mask = Mask::none;
+  Scales scales = Scales::none;
   float dropout = 0.0f;
   bool lse = true;
   std::int32_t num_splits = 0;
@@ -134,6 +138,7 @@ class Call {
 
   CaseSpec spec;
   HostTensor q, k, v, out, lse, bias, mask, sink, alibi;
+  HostTensor q_scale, k_scale, v_scale;
   Problem problem;  // refers to this object's memory
   Device device = test_device();
 
@@ -162,6 +167,7 @@ class Call {
   void allocate_fused(Shape shape_q, Shape shape_k, Shape shape_v);
   void describe_problem();
   void fill_extras(Random& random);
+  void add_scales(Random& random);
   void remember_inputs();
 
   std::vector<Index> lengths_q_, lengths_k_;

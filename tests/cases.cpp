@@ -208,6 +208,37 @@ void add_mixtures(Cases& cases) {
 
 }  // namespace
 
+std::vector<CaseSpec> eight_bit_cases() {
+  Cases cases;
+  constexpr Scales scales[] = {Scales::none, Scales::one, Scales::per_head, Scales::per_query_head,
+                               Scales::per_block};
+  constexpr DType results[] = {DType::bf16, DType::f16, DType::f32};
+  constexpr std::pair<Index, Index> dims[] = {{64, 64}, {128, 128}, {80, 80}, {32, 48}, {40, 24}};
+  for (std::size_t i = 0; i < 42; ++i) {
+    CaseSpec s;
+    s.name = "eight_bits_" + number(static_cast<Index>(i));
+    s.batch = 1 + static_cast<Index>(i % 3);
+    s.hkv = 1 + static_cast<Index>(i % 2);
+    s.hq = s.hkv * (i % 4 == 1 ? 3 : 1);
+    s.sq = i % 5 == 0 ? 1 : 40 + 31 * static_cast<Index>(i % 4);
+    s.sk = 33 + 67 * static_cast<Index>(i % 7 % 5);
+    std::tie(s.d, s.dv) = dims[i / 2 % 5];
+    s.dtype = i % 4 == 3 ? DType::e5m2 : DType::e4m3;
+    s.out_dtype = results[i % 3];
+    s.layout = layouts[i % 8];
+    s.entry = entries[i % 6];
+    s.scales = scales[i % 5];
+    s.page_size = i % 2 == 0 ? 16 : 24;
+    s.causal = i % 2 == 1;
+    if (i % 7 == 2) s.window_left = 50;
+    if (i % 9 == 4) s.softcap = 8.0f;
+    s.sink = i % 6 == 5;
+    s.softmax = policies[i % 4];
+    cases.push_back(s);
+  }
+  return cases;
+}
+
 std::vector<CaseSpec> all_cases() {
   Cases cases;
   add_head_dims(cases);

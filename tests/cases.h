@@ -11,4 +11,8 @@ namespace fovea::test {
 // combinations, every layout and entry point. Names are unique and valid in a test's name.
 [[nodiscard]] std::vector<CaseSpec> all_cases();
 
+// Those of 8 bits, which have no gradients: codes with every kind of scales, through every entry
+// point, in every layout.
+[[nodiscard]] std::vector<CaseSpec> eight_bit_cases();
+
 }  // namespace fovea::test

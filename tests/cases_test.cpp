@@ -21,6 +21,8 @@ TEST_P(Cases, MatchesTheOracle) {
 
 INSTANTIATE_TEST_SUITE_P(All, Cases, ::testing::ValuesIn(all_cases()),
                          [](const auto& instance) { return instance.param.name; });
+INSTANTIATE_TEST_SUITE_P(EightBits, Cases, ::testing::ValuesIn(eight_bit_cases()),
+                         [](const auto& instance) { return instance.param.name; });
 
 }  // namespace
 }  // namespace fovea::test

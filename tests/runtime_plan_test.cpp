@@ -315,19 +315,18 @@ TEST(Plan, RefusesDevicesWithTheReasonAndWhatWouldWork) {
   }
 }
 
-TEST(Plan, RefusesFp8OnTheCpuAndSaysWhatWouldWork) {
+TEST(Plan, RefusesSplitKeysInEightBitsAndSaysWhatWouldWork) {
   SmallCall call(Kind::dense, DType::e4m3);
   const HostTensor out(DType::f32, {2, 3, 4, 6});
   call.problem.out = out.tensor();
-  for (const Device device : {Device::automatic, Device::cpu}) {
-    Options options;
-    options.device = device;
-    EXPECT_THROW(static_cast<void>(plan(call.problem, options)), Unsupported);
-    const std::string sentence =
-        sentence_of([&] { static_cast<void>(plan(call.problem, options)); });
-    expect_in(sentence, "e4m3");
-    expect_in(sentence, "convert them");
-  }
+  EXPECT_EQ(plan(call.problem).device(), Device::cpu);
+  call.problem.num_splits = 2;
+  Options options;
+  options.device = Device::emulated_sm90a;
+  EXPECT_THROW(static_cast<void>(plan(call.problem, options)), Unsupported);
+  const std::string sentence = sentence_of([&] { static_cast<void>(plan(call.problem, options)); });
+  expect_in(sentence, "does not split keys but num_splits is 2");
+  expect_in(sentence, "device cpu does");
 }
 
 TEST(Plan, RefusesBadOptions) {

@@ -191,6 +191,15 @@ core::Problem to_core(const Problem& problem) {
   p.sink = to_core(problem.sink);
   p.sink.stride[0] = problem.sink.stride[3];
   p.alibi = to_core(problem.alibi);
+  for (const auto& [scale, view] :
+       {std::pair{problem.q_scale, &p.q_scale}, std::pair{problem.k_scale, &p.k_scale},
+        std::pair{problem.v_scale, &p.v_scale}}) {
+    *view = to_core(scale);
+    for (std::size_t i = 0; i < 3; ++i) view->stride[i] *= scale.shape[i] > 1 ? 1 : 0;
+  }
+  const bool of_kv_heads = problem.q_scale.shape[1] == problem.k.shape[2];
+  p.q_scale_heads =
+      of_kv_heads ? static_cast<core::int32>(problem.q.shape[2] / problem.k.shape[2]) : 1;
 
   p.cu_seqlens_q = pointer(problem.cu_seqlens_q);
   p.cu_seqlens_k = pointer(problem.cu_seqlens_k);

@@ -12,7 +12,7 @@
 //   taken
 //         at the largest output: one rounding
 //   lse   1e-5 + two units of fp32 at the value itself: its products and sum are fp32 for every
-//   input
+//   input but 8-bit ones, which get 2^-8
 //   gradients  as out, with three times the naive error
 #pragma once
 
@@ -101,7 +101,11 @@ inline Floor gradient_floor(DType inputs, DType gradient, const std::vector<doub
   return floor;
 }
 
-inline Floor lse_floor() { return {absolute_floor, 2 * unit(DType::f32), 1e-10}; }
+// Products of 8-bit numbers are summed with 13 bits behind the largest (docs/kernels/fp8.md).
+inline Floor lse_floor(DType inputs = DType::f32) {
+  const bool narrow = inputs == DType::e4m3 || inputs == DType::e5m2;
+  return {narrow ? 0x1p-8 : absolute_floor, 2 * unit(DType::f32), narrow ? 1e-6 : 1e-10};
+}
 
 inline ::testing::AssertionResult close_to(const std::vector<double>& x,
                                            const std::vector<double>& reference,

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "fovea/fp8.hpp"
 #include "tools/accuracy.h"
 #include "tools/console.h"
 #include "tools/cpu_peak.h"
@@ -99,12 +100,14 @@ class CheckCommand : public Command {
     progress.step("definition in fp64");
     const Reference exact = reference(problem, Precision::fp64, options_.run.threads);
     progress.step("naive in the same precision");
-    const Reference naive = reference(problem, Precision::same, options_.run.threads);
+    const Reference naive = naive_of(problem);
     const std::vector<Named> gradients =
         backward_ ? check_gradients(workload, progress) : std::vector<Named>{};
     progress.clear();
 
-    const Verdict out = judge_out(values_of(problem.out), naive.out, exact.out, problem.q.dtype);
+    const DType precision =
+        options_.run.eight_bits ? options_.run.eight_bits->quantization.dtype : problem.q.dtype;
+    const Verdict out = judge_out(values_of(problem.out), naive.out, exact.out, precision);
     const Verdict lse = judge_lse(values_of(problem.lse), naive.lse, exact.lse);
     bool passed = out.passed && lse.passed;
     std::string gradient_lines;
@@ -166,6 +169,18 @@ class CheckCommand : public Command {
     judge("dv", g.dv, naive.dv, exact.dv);
     judge("dsink", g.dsink, naive.dsink, exact.dsink);
     return verdicts;
+  }
+
+  // What the precision costs: a run without a fused kernel, or, where 8 bits are asked for, the
+  // element-by-element twin of the kernel that computes so.
+  [[nodiscard]] Reference naive_of(const Problem& problem) const {
+    if (!options_.run.eight_bits) {
+      return reference(problem, Precision::same, options_.run.threads);
+    }
+    Fp8Arithmetic arithmetic;
+    arithmetic.quantization = options_.run.eight_bits->quantization;
+    arithmetic.promote_keys = options_.run.eight_bits->promote_keys;
+    return reference_fp8(problem, arithmetic, options_.run.threads);
   }
 
   [[nodiscard]] std::string description() const {

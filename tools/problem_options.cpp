@@ -36,6 +36,9 @@ constexpr Names<Softmax, 4> softmax_names = {{{"auto", Softmax::automatic},
                                               {"conditional", Softmax::conditional},
                                               {"sum_guard", Softmax::sum_guard}}};
 
+constexpr Names<Fp8Scales, 3> scales_names = {
+    {{"tensor", Fp8Scales::tensor}, {"head", Fp8Scales::head}, {"block", Fp8Scales::block}}};
+
 template <typename Value, std::size_t count>
 Value parse_name(std::string_view what, std::string_view text, const Names<Value, count>& names) {
   std::string known;
@@ -115,6 +118,41 @@ void add_common_options(CLI::App& app, ProblemOptions& options) {
       ->disable_flag_override();
 }
 
+namespace {
+
+// Asks for attention in 8 bits, and gives what was asked for.
+EightBits& in_eight_bits(ProblemOptions& options) {
+  if (!options.run.eight_bits) options.run.eight_bits.emplace();
+  return *options.run.eight_bits;
+}
+
+void add_eight_bits(CLI::App& app, ProblemOptions& o) {
+  const auto text = [&app](const char* flag, const char* type, const char* help,
+                           const std::function<void(const std::string&)>& read) {
+    add_text_option(app, flag, read, help)->type_name(type)->group("Eight bits");
+  };
+  text("--quantize", "SCALES",
+       "Quantise q, k and v to 8 bits first, with scales for each tensor, head or block of 32 rows",
+       [&o](const std::string& t) {
+         in_eight_bits(o).quantization.scales = parse_name("--quantize", t, scales_names);
+       });
+  text("--quantize-dtype", "TYPE", "What to quantise to: e4m3 (the default) or e5m2",
+       [&o](const std::string& t) {
+         in_eight_bits(o).quantization.dtype = parse_dtype("--quantize-dtype", t);
+       });
+  app.add_flag_callback(
+         "--no-rotation", [&o] { in_eight_bits(o).quantization.rotate = false; },
+         "Quantise q and k as they are, without signs and Hadamard transform")
+      ->group("Eight bits");
+  text("--promote", "KEYS",
+       "GPUs: keys that a tensor-core accumulator sums before it is added in fp32; 0: all",
+       [&o](const std::string& t) {
+         in_eight_bits(o).promote_keys = parse_integer("--promote", t, 0, max_extent);
+       });
+}
+
+}  // namespace
+
 void add_problem_options(CLI::App& app, ProblemOptions& options) {
   const auto text = [&app](const char* flag, const char* type, const char* help,
                            const std::function<void(const std::string&)>& read) {
@@ -146,6 +184,7 @@ void add_problem_options(CLI::App& app, ProblemOptions& options) {
        [&o](const std::string& t) {
          o.splits = static_cast<std::int32_t>(parse_integer("--splits", t, 0, max_splits));
        });
+  add_eight_bits(app, o);
   text("--softmax", "HOW", "Running reference of a row: auto, online, conditional or sum_guard",
        [&o](const std::string& t) { o.run.softmax = parse_name("--softmax", t, softmax_names); });
   add_common_options(app, options);
@@ -185,6 +224,13 @@ std::string describe(const ProblemOptions& options) {
     text += fmt::format(" dropout {} (seed {})", options.dropout.probability, options.dropout.seed);
   }
   if (options.splits != 0) text += fmt::format(" splits {}", options.splits);
+  if (options.run.eight_bits) {
+    const EightBits& bits = *options.run.eight_bits;
+    text += fmt::format(" in {} (scales per {}{}, promoted every {} keys)",
+                        name(bits.quantization.dtype),
+                        scales_names[static_cast<std::size_t>(bits.quantization.scales)].first,
+                        bits.quantization.rotate ? ", rotated" : "", bits.promote_keys);
+  }
   if (options.run.softmax != Softmax::automatic) {
     text += fmt::format(" softmax {}", name(options.run.softmax));
   }

@@ -117,15 +117,35 @@ typedef struct fovea_problem {
 
   fovea_memory memory;
   void* stream; /* cudaStream_t, with device memory */
+
+  fovea_tensor q_scale, k_scale, v_scale; /* of 8-bit q, k and v */
+  fovea_tensor key_scale;                 /* of k and v as fovea_quantize_plan_run writes them */
 } fovea_problem;
+
+typedef enum fovea_fp8_scales {
+  FOVEA_FP8_SCALES_TENSOR = 0,
+  FOVEA_FP8_SCALES_HEAD = 1,
+  FOVEA_FP8_SCALES_BLOCK = 2
+} fovea_fp8_scales;
+
+/* Fields as in fovea::Quantization. */
+typedef struct fovea_quantization {
+  fovea_dtype dtype; /* FOVEA_E4M3 or FOVEA_E5M2 */
+  fovea_fp8_scales scales;
+  int32_t rotate;
+  uint64_t seed;
+} fovea_quantization;
 
 typedef struct fovea_options {
   size_t size; /* set by fovea_options_init */
   fovea_device device;
   int32_t threads; /* CPU: at most 1024; 0 takes the OpenMP default */
   fovea_softmax softmax;
-  int32_t own_workspace;     /* device memory: the plan keeps its workspace */
-  const char* configuration; /* of a GPU kernel, "name=value,..."; null: the plan's choice */
+  int32_t own_workspace;           /* device memory: the plan keeps its workspace */
+  const char* configuration;       /* of a GPU kernel, "name=value,..."; null: the plan's choice */
+  int32_t eight_bits;              /* quantise q, k and v in front of every run */
+  fovea_quantization quantization; /* this and the next are read only if eight_bits */
+  int64_t promote_keys;            /* as in fovea::EightBits; -1: its default */
 } fovea_options;
 
 typedef struct fovea_statistics {
@@ -159,6 +179,43 @@ fovea_status fovea_plan_explain(const fovea_plan* plan, char* buffer, size_t cap
 /* Plan and run in one call. options and statistics may be null. */
 fovea_status fovea_attention(const fovea_problem* problem, const fovea_options* options,
                              fovea_statistics* statistics);
+
+/* Quantise once, attend many times; fovea::QuantizePlan in fovea/fp8.hpp says how. */
+typedef enum fovea_value_layout {
+  FOVEA_VALUES_TRANSPOSED = 0,
+  FOVEA_VALUES_ROWS = 1
+} fovea_value_layout;
+
+/* Fields as in fovea::Quantized. */
+typedef struct fovea_quantized {
+  size_t size; /* set by fovea_quantize_plan_operands */
+  fovea_tensor q, q_scale;
+  fovea_tensor k, v;
+  fovea_tensor key_scale;
+  fovea_tensor k_scale, v_scale;
+} fovea_quantized;
+
+typedef struct fovea_quantize_plan fovea_quantize_plan;
+
+fovea_quantization fovea_quantization_default(void); /* e4m3, scales of blocks, rotated */
+
+/* options may be null. */
+fovea_status fovea_quantize_plan_create(const fovea_problem* problem,
+                                        const fovea_quantization* quantization,
+                                        fovea_value_layout values, const fovea_options* options,
+                                        fovea_quantize_plan** plan);
+void fovea_quantize_plan_destroy(fovea_quantize_plan* plan);
+fovea_status fovea_quantize_plan_workspace_bytes(const fovea_quantize_plan* plan, size_t* bytes);
+
+/* Fills *operands: shapes, dtypes and strides, without data. Pass sizeof *operands. */
+fovea_status fovea_quantize_plan_operands(const fovea_quantize_plan* plan,
+                                          fovea_quantized* operands, size_t size);
+fovea_status fovea_quantize_plan_run(const fovea_quantize_plan* plan, const fovea_problem* problem,
+                                     const fovea_quantized* to, void* workspace,
+                                     size_t workspace_bytes);
+
+/* Puts operands, all of which have data, in place of the problem's q, k and v. */
+fovea_status fovea_problem_attend(fovea_problem* problem, const fovea_quantized* operands);
 
 /* The gradients of a problem; fields as in fovea::Gradients. */
 typedef struct fovea_gradients {

@@ -85,13 +85,19 @@ struct Dropout {
 //   mask       like bias, boolean, true = visible                           optional
 //   sink       (1, 1, 1, Hq) fp32: one extra logit per head                 optional
 //   alibi      (B or 1, Hq, 1, 1) fp32 slopes                               optional
+//   q_scale    (B or 1, Hq, Hkv or 1, 1, 1) fp32: element = code * scale     fp8 alone, optional
+//   k_scale, v_scale   (B or 1, Hkv or 1, 1, 1) fp32                         fp8 alone, optional
 //
 // q, k, v share one dtype; out has it too or fp32 (with fp8 inputs: bf16, f16 or fp32); bias is
-// fp32 or has the dtype of q. D is 1..576, Dv is 1..512 and may differ from D. No extent exceeds
-// 2^31 - 1. out and lse share no memory with each other or an input, and no two of their elements
-// do. A row that sees no key gives out = 0 and lse = -infinity (lse = sink where there is a sink).
-// Rows of out outside every sequence (slack, unused) are written as zero with lse = -infinity.
-// Masked and out-of-range elements of k and v are never used in arithmetic, whatever they hold.
+// fp32 or has the dtype of q. Scales are positive and finite; in host memory that is checked. Finer
+// ones, for each 32 rows of a sequence: (B, Hq, blocks, 1) or (B, Hkv, blocks, 1) with
+// ceil(S / 32) blocks where that side is dense, (1, H, total / 32 + B + 1, 1) where it is varlen,
+// of which sequence b has those from cu_seqlens[b] / 32 + b on; none for paged keys. D is 1..576,
+// Dv is 1..512 and may differ from D. No extent exceeds 2^31 - 1. out and lse share no memory with
+// each other or an input, and no two of their elements do. A row that sees no key gives out = 0 and
+// lse = -infinity (lse = sink where there is a sink). Rows of out outside every sequence (slack,
+// unused) are written as zero with lse = -infinity. Masked and out-of-range elements of k and v are
+// never used in arithmetic, whatever they hold.
 //
 // In device memory, data pointers and those of lengths and tables are device addresses. Lengths and
 // page numbers are then not read on the host, so their number is checked and their values are the
@@ -101,6 +107,10 @@ struct Problem {
   Tensor q, k, v, out;
   Tensor lse;  // natural logarithm; scale, softcap and sink included
   Tensor bias, mask, sink, alibi;
+  Tensor q_scale, k_scale, v_scale;
+  // Of k and v as a QuantizePlan writes them (fovea/fp8.hpp): scales of both, in the form that the
+  // kernels read; v is then (B, Hkv, Dv, keys), transposed.
+  Tensor key_scale;
 
   std::span<const std::int32_t> cu_seqlens_q;  // B + 1 entries, from 0, not decreasing
   std::span<const std::int32_t> cu_seqlens_k;
@@ -151,6 +161,30 @@ enum class Softmax : std::uint8_t { automatic, online, conditional, sum_guard };
 
 [[nodiscard]] std::string_view name(Softmax softmax);
 
+// What shares a scale: a whole tensor, the rows of one (sequence, head), or 32 rows of it.
+enum class Fp8Scales : std::uint8_t { tensor, head, block };
+
+// How q, k and v become eight bits. Scales are powers of two.
+struct Quantization {
+  DType dtype = DType::e4m3;  // or e5m2, which keeps a bit less of every element
+  Fp8Scales scales = Fp8Scales::block;
+  // q and k times random signs times a Hadamard matrix, which cancels in q k^T: FlashAttention-3's
+  // incoherent processing. Head dimensions are padded to a multiple of 32 and rotated in blocks of
+  // the largest power of two that divides that.
+  bool rotate = true;
+  std::uint64_t seed = 0;  // of the signs
+};
+
+// Attention in eight bits (docs/kernels/fp8.md). Of 8-bit inputs, which are computed so unasked,
+// promote_keys alone counts.
+struct EightBits {
+  Quantization quantization;
+  // GPUs: keys whose products one tensor-core accumulator, of 14 bits, sums before it is added up
+  // in fp32. 0: all, which is faster, and wrong where many keys share the weight. The CPU sums in
+  // fp32.
+  std::int64_t promote_keys = 768;
+};
+
 struct Options {
   Device device = Device::automatic;
   int threads = 0;  // CPU: at most 1024; 0 takes the OpenMP default
@@ -161,6 +195,8 @@ struct Options {
   // Fields of a GPU kernel's configuration to set by hand, as explain() prints them: for
   // measurements. "tile_k=96,stages=3"
   std::string configuration = {};
+  // q, k and v of f32, bf16 or f16 are quantised in front of every run; head dimensions up to 256.
+  std::optional<EightBits> eight_bits = {};
 };
 
 // Counts of one run; what the softmax policy and the tile skipping did. GPUs count repairs and

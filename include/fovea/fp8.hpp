@@ -1,25 +1,70 @@
-// fovea in eight bits: e4m3 operands with a scale for every 32 rows, rotated so that outliers do
-// not stretch them (docs/kernels/fp8.md).
+// fovea in eight bits: operands with a scale for every 32 rows, rotated so that outliers do not
+// stretch them (docs/kernels/fp8.md). Quantise once, attend many times:
+//
+//   const fovea::QuantizePlan quantizer = fovea::plan_quantize(problem, {});
+//   fovea::Quantized codes = quantizer.operands();         // shapes and dtypes, no memory yet
+//   codes.k.data = ...; codes.v.data = ...; codes.key_scale.data = ...;
+//   quantizer.run(problem, codes, workspace);              // keys alone
+//   ...
+//   fovea::Quantized queries = quantizer.operands();       // of each step
+//   queries.q.data = codes.q.data = ...; queries.q_scale.data = codes.q_scale.data = ...;
+//   quantizer.run(problem, queries, workspace);
+//   fovea::attention(fovea::attend(problem, codes));
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <span>
 
 #include "fovea/fovea.hpp"
 
 namespace fovea {
 
-// What shares a scale: a whole tensor, the rows of one (sequence, head), or 32 rows of it.
-enum class Fp8Scales : std::uint8_t { tensor, head, block };
-
-// How q, k and v become e4m3.
-struct Quantization {
-  Fp8Scales scales = Fp8Scales::block;
-  // q and k times random signs times a Hadamard matrix, which cancels in q k^T: FlashAttention-3's
-  // incoherent processing. Head dimensions are padded to a multiple of 32 and rotated in blocks of
-  // the largest power of two that divides that.
-  bool rotate = true;
-  std::uint64_t seed = 0;  // of the signs
+// Operands in eight bits: dense tensors, whose data are 16-byte aligned. Those without data are
+// left out; codes and their scales come together.
+struct Quantized {
+  Tensor q, q_scale;        // as Problem has them; D is padded to a multiple of 32
+  Tensor k;                 // likewise
+  Tensor v, key_scale;      // ValueLayout::transposed
+  Tensor k_scale, v_scale;  // ValueLayout::rows; v then is as Problem has it
 };
+
+// transposed: as the kernels read it, so that nothing stands in front of them. rows: codes of the
+// shape that v has, for other readers; fovea transposes them in front of every run.
+enum class ValueLayout : std::uint8_t { transposed, rows };
+
+// Quantisation of the operands of problems of one kind. Immutable, safe to run from several threads
+// with separate workspaces.
+class QuantizePlan {
+ public:
+  // Shapes, dtypes and strides, without data.
+  [[nodiscard]] Quantized operands() const;
+
+  // Bytes that run() needs, of device memory where the problem is there.
+  [[nodiscard]] std::size_t workspace_bytes() const;
+
+  // Quantises q, or k and v, or all: those of `to` that have data, which share no memory with
+  // anything else. The problem must have the planned shapes, dtypes, strides and alignments; its
+  // rows that no sequence uses count as zeros. Host memory: allocates nothing. Device memory: puts
+  // kernels into the stream; neither allocates nor waits. Throws Error before anything is written.
+  void run(const Problem& problem, const Quantized& to, std::span<std::byte> workspace) const;
+
+  struct Choice;
+  explicit QuantizePlan(std::shared_ptr<const Choice> choice);
+
+ private:
+  std::shared_ptr<const Choice> choice_;
+};
+
+// q, k and v must be f32, bf16 or f16 with head dimensions up to 256, and not paged. Host memory is
+// quantised on the CPU, device memory on a GPU. Throws Error or Unsupported.
+[[nodiscard]] QuantizePlan plan_quantize(const Problem& problem, const Quantization& quantization,
+                                         ValueLayout values = ValueLayout::transposed,
+                                         const Options& options = {});
+
+// The problem with these operands, all of which have data, in place of its q, k and v.
+[[nodiscard]] Problem attend(Problem problem, const Quantized& operands);
 
 // The arithmetic of an 8-bit kernel, to be studied on any machine.
 struct Fp8Arithmetic {
@@ -37,8 +82,8 @@ struct Fp8Arithmetic {
 };
 
 // What such a kernel makes of the problem, computed element by element on the CPU; slow on purpose.
-// Results as those of reference(). Takes every dtype, masks by position, softcap, sink and lengths;
-// throws Error for bias, mask tensors, ALiBi, dropout and pages, and for arithmetic that is none.
+// Results as those of reference(). Takes every dtype, masks by position, softcap, sink, lengths and
+// pages; throws Error for bias, mask tensors, ALiBi and dropout, and for arithmetic that is none.
 [[nodiscard]] Reference reference_fp8(const Problem& problem, const Fp8Arithmetic& arithmetic = {},
                                       int threads = 0);
 

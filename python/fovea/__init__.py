@@ -10,8 +10,9 @@ head_dim), or packed (total, heads, head_dim)):
 ``fovea.flash_attn_2`` has them with the argument order and the returns of flash-attention 2.
 
 PyTorch's function, with its layout (batch, heads, seqlen, head_dim) and its causal mask: ``sdpa``.
-For engines: ``plan`` and ``explain``. ``register()`` makes fovea an attention implementation of
-torch and of Hugging Face transformers. ``bench()`` measures.
+For engines: ``plan`` and ``explain``. ``quantize_fp8`` makes float8 tensors with scales of others.
+``register()`` makes fovea an attention implementation of torch and of Hugging Face transformers.
+``bench()`` measures.
 
 A wrong argument raises ValueError or TypeError, what no device can compute NotImplementedError; the
 sentence begins with the argument's name, and nothing has been written.
@@ -29,6 +30,7 @@ from fovea._flash import (
     flash_attn_varlen_qkvpacked_func,
     get_scheduler_metadata,
 )
+from fovea._fp8 import Quantized, quantize_fp8
 from fovea._kv_cache import flash_attn_with_kvcache
 from fovea._libraries import manual_seed
 from fovea._plan import Plan, explain, plan
@@ -39,6 +41,7 @@ __version__: str = _native.version()
 
 __all__ = [
     "Plan",
+    "Quantized",
     "__version__",
     "bench",
     "explain",
@@ -53,6 +56,7 @@ __all__ = [
     "get_scheduler_metadata",
     "manual_seed",
     "plan",
+    "quantize_fp8",
     "register",
     "sdpa",
 ]

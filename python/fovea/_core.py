@@ -33,6 +33,8 @@ def with_names(error: Exception, names: dict[str, str]) -> Exception:
     return type(error)(names.get(first, first) + separator + rest)
 
 
+_descale_names = {"q_scale": "q_descale", "k_scale": "k_descale", "v_scale": "v_descale"}
+
 _plans: dict[Any, _native.Plan] = {}  # of GPU calls: a plan costs more than a launch
 _here = contextlib.nullcontext()
 
@@ -56,8 +58,9 @@ def native_attend(
     settings: tuple[Any, ...],
     heads_first: bool,
     need_lse: bool,
+    descales: tuple[Array, ...] = (None, None, None),
 ) -> tuple[Array, Array]:
-    """(out, lse) of the native library; lse is None unless needed.
+    """(out, lse) of the native library; lse is None unless needed. out of fp8 is bfloat16.
 
     tensors: bias, mask, sink, alibi, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table.
     settings: what Call takes after the tensors, but for heads_first.
@@ -80,19 +83,26 @@ def native_attend(
             f"q has shape {tuple(shape)}; it must be (batch, seqlen, heads, head_dim) or "
             "(total, heads, head_dim)"
         )
-    out = library.empty(q, out_shape)
+    out = library.empty(q, out_shape, "bfloat16" if _libraries.is_fp8(q) else None)
     lse = library.empty(q, lse_shape, "float32") if need_lse else None
     device = library.device(q)
     if device is None:
         _native.attention(
-            _native.Call(q, k, v, out, lse, *tensors, *settings, 0, heads_first), "auto", 0
+            _native.Call(q, k, v, out, lse, *tensors, *settings, 0, heads_first, *descales),
+            "auto", 0,
         )
     else:
         stream = library.stream(device)
-        call = _native.Call(q, k, v, out, lse, *tensors, *settings, stream, heads_first)
+        call = _native.Call(
+            q, k, v, out, lse, *tensors, *settings, stream, heads_first, *descales
+        )
         # Places 8 and 9 of the settings are the dropout's seed and offset, which plans leave open.
         key = (
-            device, *(None if t is None else (t.shape, t.dtype) for t in (q, k, v, lse, *tensors)),
+            device,
+            *(
+                None if t is None else (t.shape, t.dtype)
+                for t in (q, k, v, lse, *tensors, *descales)
+            ),
             settings[:8], settings[10:], heads_first,
         )
         with _on_device(library, device):
@@ -133,6 +143,7 @@ def attend(
     heads_first: bool = False,
     need_lse: bool = False,
     names: dict[str, str] | None = None,
+    descales: tuple[Array, ...] = (None, None, None),
 ) -> tuple[Array, Array]:
     """(out, lse). lse may be None unless needed. `names` renames arguments in errors."""
     if not isinstance(causal, (bool, int)):
@@ -143,7 +154,7 @@ def attend(
     )
     numbers = (max_seqlen_q, max_seqlen_k, softmax_scale, bool(causal), left, right, softcap)
     try:
-        if _libraries.is_torch(q):
+        if _libraries.is_torch(q) and not _libraries.is_fp8(q):
             return _libraries.torch_backend.attend(
                 q, k, v, tensors, numbers, dropout_p, num_splits, deterministic, need_lse
             )
@@ -151,8 +162,10 @@ def attend(
         _libraries.library_of(v, "v")
         seed = _libraries.next_seed() if dropout_p else 0
         settings = (*numbers, dropout_p, seed, 0, num_splits, deterministic)
-        return native_attend(library, q, k, v, tensors, settings, heads_first, need_lse)
+        return native_attend(
+            library, q, k, v, tensors, settings, heads_first, need_lse, descales
+        )
     except (ValueError, TypeError, NotImplementedError) as error:
         if names is None:
             raise
-        raise with_names(error, names) from None
+        raise with_names(error, {**names, **_descale_names}) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fovea import _libraries, _native
 from fovea._core import Window, attend
 from fovea._libraries import Array
-from fovea._options import chunk_mask, join_qv, refuse_descale
+from fovea._options import check_descales, chunk_mask, join_qv
 
 _names = {
     "window_left": "window_size",
@@ -49,6 +49,9 @@ def flash_attn_func(
     causal: bottom-right aligned: the last query sees all keys
     qv: (batch, seqlen_q, heads, head_dim_v): scores are q k + qv v
     window_size: (left, right) keys seen beside the diagonal, inclusive; -1 or None is unbounded
+    q_descale, k_descale, v_descale: (batch, heads_kv) float32, of float8_e4m3fn or float8_e5m2: an
+        element is its code times that; q's may be (batch, heads), and each may have a third
+        dimension, a scale for every 32 rows (quantize_fp8). out is then bfloat16
     attention_chunk: queries see keys of their own chunk of that many positions alone; 0 is off
     softcap: scores become softcap * tanh(score / softcap); 0 is off
     dropout_p: probability of dropping a weight
@@ -61,7 +64,7 @@ def flash_attn_func(
     no key has out = 0 and lse = -inf.
     """
     del pack_gqa, sm_margin
-    refuse_descale(q, q_descale, k_descale, v_descale)
+    descales = check_descales(q, q_descale, k_descale, v_descale)
     q, k, softmax_scale = join_qv(q, k, v, qv, softmax_scale)
     mask = chunk_mask(attention_chunk, q, q.shape[1], k.shape[1]) if attention_chunk else None
     need_lse = return_attn_probs or return_lse
@@ -69,6 +72,7 @@ def flash_attn_func(
         q, k, v, mask=mask, sink=learnable_sink, alibi=alibi_slopes, softmax_scale=softmax_scale,
         causal=causal, window=window_size, softcap=softcap, dropout_p=dropout_p,
         num_splits=num_splits, deterministic=deterministic, need_lse=need_lse, names=_names,
+        descales=descales,
     )
     return (out, lse) if need_lse else out
 
@@ -179,7 +183,7 @@ def flash_attn_varlen_func(
     with return_lse (or return_attn_probs) also lse (heads, total_q), float32.
     """
     del pack_gqa, sm_margin
-    refuse_descale(q, q_descale, k_descale, v_descale)
+    descales = check_descales(q, q_descale, k_descale, v_descale)
     table = block_table if page_table is None else page_table
     if page_table is not None and block_table is not None:
         raise ValueError("block_table and page_table are two names of one argument; give one")
@@ -210,6 +214,7 @@ def flash_attn_varlen_func(
         softmax_scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
         dropout_p=dropout_p, num_splits=num_splits, deterministic=deterministic,
         need_lse=need_lse, names=_names,
+        descales=descales,
     )
     return (out, lse) if need_lse else out
 

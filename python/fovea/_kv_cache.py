@@ -5,7 +5,7 @@ from __future__ import annotations
 from fovea import _libraries, _native
 from fovea._core import Window, attend, window_bounds
 from fovea._libraries import Array, host_int32
-from fovea._options import chunk_mask, join_qv, refuse_descale
+from fovea._options import check_descales, chunk_mask, join_qv
 
 _names = {
     "k": "k_cache",
@@ -77,7 +77,7 @@ def flash_attn_with_kvcache(
     also lse (batch, heads, seqlen_q), or packed (heads, total_q).
     """
     del scheduler_metadata, pack_gqa, sm_margin
-    refuse_descale(q, q_descale, k_descale, v_descale)
+    descales = check_descales(q, q_descale, k_descale, v_descale)
     if page_table is not None and block_table is not None:
         raise ValueError("block_table and page_table are two names of one argument; give one")
     table = block_table if page_table is None else page_table
@@ -124,7 +124,7 @@ def flash_attn_with_kvcache(
         cu_seqlens_q=cu_seqlens_q, seqused_k=lengths, block_table=table,
         max_seqlen_q=0 if cu_seqlens_q is None else max_seqlen_q or 0,
         softmax_scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
-        num_splits=num_splits, need_lse=return_softmax_lse, names=_names,
+        num_splits=num_splits, need_lse=return_softmax_lse, names=_names, descales=descales,
     )
     return (out, lse) if return_softmax_lse else out
 

@@ -17,6 +17,7 @@ class NoTensor:
 torch_tensor: type = NoTensor
 torch_backend: Any = None  # fovea._torch, once torch is there
 _seeds = random.Random()
+_ml_dtypes = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # which numpy has from there
 
 
 def manual_seed(seed: int) -> None:
@@ -62,6 +63,10 @@ class _Numpy:
     def empty(like: Array, shape: Sequence[int], dtype: str | None = None) -> Array:
         import numpy
 
+        if dtype in _ml_dtypes:
+            import ml_dtypes
+
+            dtype = getattr(ml_dtypes, dtype)
         return numpy.empty(tuple(shape), like.dtype if dtype is None else dtype)
 
     @staticmethod
@@ -171,6 +176,10 @@ def library_of(tensor: Array, argument: str) -> Library:
         )
     _known[kind] = library
     return library
+
+
+def is_fp8(tensor: Array) -> bool:
+    return str(tensor.dtype).removeprefix("torch.").startswith("float8")
 
 
 def is_boolean(tensor: Array) -> bool:

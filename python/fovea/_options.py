@@ -8,13 +8,11 @@ from fovea import _libraries
 from fovea._libraries import Array
 
 
-def refuse_descale(q: Array, *descales: Array) -> None:
+def check_descales(q: Array, *descales: Array) -> tuple[Array, ...]:
     for name, descale in zip(("q_descale", "k_descale", "v_descale"), descales, strict=True):
-        if descale is None:
-            continue
-        if "float8" not in str(q.dtype):
+        if descale is not None and not _libraries.is_fp8(q):
             raise ValueError(f"{name} belongs to fp8 inputs, and q has dtype {q.dtype}")
-        raise NotImplementedError(f"{name} is not supported yet, nor are fp8 inputs")
+    return descales
 
 
 def _concat(a: Array, b: Array) -> Array:

@@ -5,8 +5,8 @@
 namespace fovea::python {
 namespace {
 
-constexpr std::array<const char*, slot_count> slot_names{"q",    "k",    "v",    "out",  "lse",
-                                                         "bias", "mask", "sink", "alibi"};
+constexpr std::array<const char*, slot_count> slot_names{
+    "q", "k", "v", "out", "lse", "bias", "mask", "sink", "alibi", "q_scale", "k_scale", "v_scale"};
 constexpr std::array<const char*, length_slot_count> length_names{
     "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table"};
 
@@ -44,6 +44,11 @@ std::span<const std::size_t> dims_of(Slot slot, std::size_t rank, bool heads_fir
       if (rank == 1) return all.subspan(1, 1);
       if (rank == 2) return slope;
       break;
+    case q_scale:
+    case k_scale:
+    case v_scale:
+      if (rank == 2 || rank == 3) return all.first(rank);
+      break;
     case slot_count: break;
   }
   return {};
@@ -56,6 +61,9 @@ const char* right_rank(Slot slot) {
     case mask: return "at most four dimensions, (batch, heads, seqlen_q, seqlen_k)";
     case sink: return "(heads)";
     case alibi: return "(heads) or (batch, heads)";
+    case q_scale:
+    case k_scale:
+    case v_scale: return "(batch, heads) or (batch, heads, blocks of 32 rows)";
     default: return "(batch, seqlen, heads, head_dim) or (total, heads, head_dim)";
   }
 }
@@ -134,8 +142,9 @@ Tensor Call::tensor_like(Slot slot, const Array& array, const char* argument) co
 
 void Call::take_tensors(const std::array<nb::handle, slot_count>& tensors) {
   static constexpr std::array<Tensor Problem::*, slot_count> fields{
-      &Problem::q,    &Problem::k,    &Problem::v,    &Problem::out,  &Problem::lse,
-      &Problem::bias, &Problem::mask, &Problem::sink, &Problem::alibi};
+      &Problem::q,     &Problem::k,       &Problem::v,       &Problem::out,
+      &Problem::lse,   &Problem::bias,    &Problem::mask,    &Problem::sink,
+      &Problem::alibi, &Problem::q_scale, &Problem::k_scale, &Problem::v_scale};
   for (std::size_t i = 0; i < slot_count; ++i) {
     const auto slot = static_cast<Slot>(i);
     const Access access = slot == out || slot == lse ? Access::write : Access::read;

@@ -28,7 +28,21 @@ struct Settings {
 };
 
 // Tensors in the order Python passes them; q to out are needed.
-enum Slot : std::size_t { q, k, v, out, lse, bias, mask, sink, alibi, slot_count };
+enum Slot : std::size_t {
+  q,
+  k,
+  v,
+  out,
+  lse,
+  bias,
+  mask,
+  sink,
+  alibi,
+  q_scale,
+  k_scale,
+  v_scale,
+  slot_count
+};
 // Lengths likewise.
 enum LengthSlot : std::size_t {
   cu_seqlens_q,

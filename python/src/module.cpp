@@ -4,10 +4,12 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <memory>
 
+#include "fovea/fp8.hpp"
 #include "python/array.h"
 #include "python/call.h"
 #include "python/kv_cache.h"
@@ -81,6 +83,59 @@ void attention_backward(const Call& call, nb::handle dout, nb::handle dlse, nb::
   const Options options = to_options(device, threads);
   const nb::gil_scoped_release unlocked;
   fovea::attention_backward(call.problem(), gradients, options);
+}
+
+// The shapes (codes, scales) of quantised q, k and v, as rows: (batch, seqlen, heads, head_dim) and
+// (batch, heads, blocks).
+using Shapes = std::vector<std::vector<std::int64_t>>;
+
+QuantizePlan plan_quantize(const Call& call, const std::string& dtype, const std::string& scales,
+                           bool rotate, std::uint64_t seed) {
+  Quantization quantization;
+  quantization.dtype = dtype == "float8_e5m2" ? DType::e5m2 : DType::e4m3;
+  const std::array names{"tensor", "head", "block"};
+  const auto found = std::find(names.begin(), names.end(), scales);
+  if (found == names.end()) {
+    throw Error("scales is '" + scales + "'; it must be 'tensor', 'head' or 'block'");
+  }
+  quantization.scales = static_cast<Fp8Scales>(found - names.begin());
+  quantization.rotate = rotate;
+  quantization.seed = seed;
+  return fovea::plan_quantize(call.problem(), quantization, ValueLayout::rows);
+}
+
+Shapes quantized_shapes(const QuantizePlan& plan) {
+  const Quantized to = plan.operands();
+  Shapes shapes;
+  for (const Tensor* tensor : {&to.q, &to.k, &to.v}) {
+    shapes.emplace_back(tensor->shape.begin(), tensor->shape.end());
+  }
+  for (const Tensor* tensor : {&to.q_scale, &to.k_scale, &to.v_scale}) {
+    shapes.emplace_back(tensor->shape.begin(), tensor->shape.begin() + 3);
+  }
+  return shapes;
+}
+
+// tensors: q, k, v, q_scale, k_scale and v_scale, dense, in the shapes of quantized_shapes() and
+// 8-bit or float32 elements.
+void quantize(const QuantizePlan& plan, const Call& call, const std::vector<nb::object>& tensors,
+              nb::handle workspace) {
+  static constexpr std::array fields{&Quantized::q,       &Quantized::k,       &Quantized::v,
+                                     &Quantized::q_scale, &Quantized::k_scale, &Quantized::v_scale};
+  Quantized to = plan.operands();
+  std::array<Array, std::size(fields) + 1> alive;
+  for (std::size_t i = 0; i < fields.size(); ++i) {
+    alive[i] = Array(tensors.at(i), "a quantised tensor", Access::write);
+    (to.*fields[i]).data = alive[i].data();
+  }
+  Array& scratch = alive.back();
+  scratch = Array(workspace, "workspace", Access::write);
+  std::span<std::byte> bytes;
+  if (scratch.present()) {
+    bytes = {static_cast<std::byte*>(scratch.data()), static_cast<std::size_t>(scratch.shape()[0])};
+  }
+  const nb::gil_scoped_release unlocked;
+  plan.run(call.problem(), to, bytes);
 }
 
 Plan plan(const Call& call, const std::string& device, int threads) {
@@ -266,8 +321,9 @@ void bind_call(nb::module_& module) {
              std::int64_t max_seqlen_k, std::optional<double> softmax_scale, bool causal,
              std::int64_t window_left, std::int64_t window_right, double softcap, double dropout_p,
              std::uint64_t dropout_seed, std::uint64_t dropout_offset, int num_splits,
-             bool deterministic, std::uintptr_t stream, bool heads_first) {
-            new (self) Call({q, k, v, out, lse, bias, mask, sink, alibi},
+             bool deterministic, std::uintptr_t stream, bool heads_first, nb::handle q_scale,
+             nb::handle k_scale, nb::handle v_scale) {
+            new (self) Call({q, k, v, out, lse, bias, mask, sink, alibi, q_scale, k_scale, v_scale},
                             {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table},
                             {max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_left,
                              window_right, softcap, dropout_p, dropout_seed, dropout_offset,
@@ -279,7 +335,8 @@ void bind_call(nb::module_& module) {
           "block_table"_a.none(), "max_seqlen_q"_a, "max_seqlen_k"_a, "softmax_scale"_a.none(),
           "causal"_a, "window_left"_a, "window_right"_a, "softcap"_a, "dropout_p"_a,
           "dropout_seed"_a, "dropout_offset"_a, "num_splits"_a, "deterministic"_a, "stream"_a,
-          "heads_first"_a);
+          "heads_first"_a, "q_scale"_a.none() = nb::none(), "k_scale"_a.none() = nb::none(),
+          "v_scale"_a.none() = nb::none());
 }
 
 void bind(nb::module_& module) {
@@ -290,6 +347,11 @@ void bind(nb::module_& module) {
       .def_prop_ro("device", [](const Plan& self) { return std::string(name(self.device())); })
       .def("explain", &Plan::explain)
       .def("run", run, "call"_a, "workspace"_a.none());
+  nb::class_<QuantizePlan>(module, "QuantizePlan", "Quantisation of the tensors of a call.")
+      .def_prop_ro("workspace_bytes", &QuantizePlan::workspace_bytes)
+      .def_prop_ro("shapes", quantized_shapes)
+      .def("run", quantize, "call"_a, "tensors"_a, "workspace"_a.none());
+  module.def("plan_quantize", plan_quantize, "call"_a, "dtype"_a, "scales"_a, "rotate"_a, "seed"_a);
   module.def("plan", plan, "call"_a, "device"_a, "threads"_a);
   module.def("attention", attention, "call"_a, "device"_a, "threads"_a);
   module.def("attention_backward", attention_backward, "call"_a, "dout"_a, "dlse"_a.none(), "dq"_a,

@@ -1,11 +1,13 @@
-// Eight-bit attention: how q, k and v become e4m3, what their scales mean, and what the fp8 forward
-// kernels exchange with the host.
+// Eight-bit attention: how q, k and v become e4m3 or e5m2, what their scales mean, and what the fp8
+// forward kernels exchange with the host.
 //
 // Rows are quantised in blocks of 32 that share one scale, a power of two: value = code x scale.
-// Since e4m3 is a floating format, a power of two costs no precision over an exact fit of the
-// largest element, multiplying by it rounds nothing, and its logarithm is an integer.
+// Since the formats are floating, a power of two costs no precision over an exact fit of the
+// largest element, multiplying by it rounds nothing, and its logarithm is an integer. Codes that a
+// caller brings may have any positive scale: their block is shifted by a power of two, which keeps
+// every code, and has the product of both as its scale.
 //
-//   q codes   (batch, row, head, column)   e4m3, columns padded with zeros to fp8_columns()
+//   q codes   (batch, row, head, column)   columns padded with zeros to fp8_columns()
 //   k codes   as q
 //   v codes   (batch, head, column, key)   transposed, since 8-bit products contract along
 //             contiguous memory only; keys padded to 32 and, within each 16, in the order that
@@ -49,7 +51,7 @@ struct alignas(16) KeyScale {
   float k = 1.0f;
   float v_log2 = 0.0f;
   float v_inverse = 1.0f;
-  float unused = 0.0f;
+  float v = 1.0f;
 };
 
 // Weights are rounded to e4m3, whose largest number is 448. With the reference at a row's true
@@ -65,15 +67,43 @@ inline constexpr float fp8_rescale_threshold_log2 = 5.0f;
 // arrays of scales are the same; coarser ones repeat.
 enum class ScaleGranularity : uint8 { tensor, head, block };
 
+// For operands that are not in 8 bits: those that are keep their format and are not rotated.
 struct QuantizeOptions {
   ScaleGranularity granularity = ScaleGranularity::block;
   bool rotate = true;  // q and k
   uint64 seed = 0;     // of the rotation's signs; the same for q and k
+  DType to = DType::e4m3;
 };
+
+constexpr DType code_type(DType operand, const QuantizeOptions& options) {
+  return is_eight_bit(operand) ? operand : options.to;
+}
+
+// Element of a tensor of scales: sequence b, whose blocks begin with first_block, any row.
+constexpr int64 scale_offset(const View& scale, int64 b, int64 head, int64 first_block, int64 row) {
+  return scale.offset(b, head, first_block + row / scale_block);
+}
+
+constexpr int64 first_block_q(const Problem& p, const Sequence& s, int64 b) {
+  return p.is_varlen_q() ? block_offset(static_cast<int32>(s.row_q), static_cast<int32>(b)) : 0;
+}
+constexpr int64 first_block_k(const Problem& p, const Sequence& s, int64 b) {
+  return p.is_varlen_k() ? block_offset(static_cast<int32>(s.row_k), static_cast<int32>(b)) : 0;
+}
+
+// Element offset of a row of v, whose columns are v.stride[3] apart. Of a transposed v, "rows" of
+// the view are places of keys.
+constexpr int64 value_offset(const Problem& p, const Sequence& s, int64 b, int64 key, int64 head) {
+  if (!p.v_transposed) return key_offset(p, p.v, s, b, key, head);
+  const int64 first = first_block_k(p, s, b) * scale_block;
+  return p.v.offset(s.batch_k, first + key / 16 * 16 + value_slot(static_cast<int32>(key % 16)),
+                    head);
+}
 
 // ---- Extents ------------------------------------------------------------------------------------
 
-// Extents of the quantised operands of a problem; each tensor is contiguous.
+// Extents of the quantised operands of a problem; each tensor is contiguous. Pages are gathered
+// into sequences.
 struct Fp8Layout {
   int64 batches_q = 0, batches_k = 0;  // 1 where sequences are packed
   int64 rows_q = 0, rows_k = 0;
@@ -117,24 +147,37 @@ constexpr Fp8Layout fp8_layout(const Problem& p) {
 // ---- The quantising kernels ---------------------------------------------------------------------
 
 // How a scale comes about: of each block at once, or, for coarser ones, from the largest magnitude
-// that an earlier launch has found.
-enum class QuantizePass : uint8 { block, measure, apply };
+// that an earlier launch has found. scales: the codes stay where they are, and their scales alone
+// are brought into the kernels' form.
+enum class QuantizePass : uint8 { block, measure, apply, scales };
 
 struct QuantizeConfig {
   DType dtype = DType::bf16;
+  DType to = DType::e4m3;
   int32 columns = 128;     // of the codes: multiple of 32, at most 256
   bool rotate = true;      // q and k
   bool transpose = false;  // v
   bool vectors = true;     // rows are contiguous and aligned to 16 bytes (8 for 8-bit types)
+  bool scaled = false;     // the elements have a scale already
+  bool paged = false;
   QuantizePass pass = QuantizePass::block;
   bool operator==(const QuantizeConfig&) const = default;
 };
 
-inline constexpr int32 quantize_rows = 128;     // of a CTA: four blocks
-inline constexpr int32 quantize_threads = 512;  // four for each row
+// Rows of a CTA. A block of 32 is all that has to know of each other; four transposed ones fill
+// whole lines of memory. Four threads take a row.
+constexpr int32 quantize_rows(const QuantizeConfig& c) { return c.transpose ? 128 : scale_block; }
+constexpr int32 quantize_threads(const QuantizeConfig& c) { return 4 * quantize_rows(c); }
+// That share a multiprocessor, as many as registers allow: 64 for a thread of v, 72 where it
+// rotates 32 columns, 128 where it has more. About 50 KB of loads are then in flight
+// (docs/kernels/fp8.md).
+constexpr int32 quantize_ctas(const QuantizeConfig& c) {
+  const int32 threads = c.columns > 128 ? 512 : c.transpose ? 1024 : 896;
+  return threads / quantize_threads(c);
+}
 
 constexpr int32 quantize_shared_bytes(const QuantizeConfig& c) {
-  return 64 + (c.transpose ? quantize_rows * round_up(c.columns, 128) : 4);
+  return 64 + (c.transpose ? quantize_rows(c) * round_up(c.columns, 128) : 4);
 }
 
 // One of q, k and v. The codes lie as at the top of this file says.
@@ -143,17 +186,25 @@ struct QuantizeParams {
   int64 stride[4] = {};  // batch, row, head, column; elements
   int64 rows = 0;        // of a batch
   int32 heads = 0;
-  int32 columns = 0;  // of x
-  int32 blocks = 0;   // of a batch and head
+  int32 columns = 0;       // of x
+  int32 code_columns = 0;  // of codes as rows, a multiple of 8
+  int32 blocks = 0;        // of a batch and head
   int32 sequences = 0;
   const int32* cu_seqlens = nullptr;
+  const int32* seqused = nullptr;  // rows behind them are neither read nor part of a scale
+  const int32* block_table = nullptr;
+  int64 block_table_stride = 0;
+  int32 page_size = 0;
+  const float* scale = nullptr;  // of the elements, where they have one
+  int64 scale_stride[3] = {};    // sequence, head, block
+  int32 scale_heads = 1;         // that share one
   RotationSigns signs;
   uint8* codes = nullptr;
   float* q_scale = nullptr;  // one of the two
   KeyScale* key_scale = nullptr;
   // Bits of the largest magnitudes, zero before the measuring launch.
   uint32* largest = nullptr;
-  int64 largest_stride[2] = {};  // batch, head; zeros: one for the whole tensor
+  int64 largest_stride[2] = {};  // sequence, head; zeros: one for the whole tensor
 };
 
 // ---- The kernel's view --------------------------------------------------------------------------

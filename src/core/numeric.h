@@ -111,13 +111,13 @@ constexpr uint8 float_to_e5m2(float value) {
 
 // ---- Block scales and rotation: core/fp8.h says what for ----------------------------------------
 
-// The smallest power of two s with largest / s <= 448; 1 for a block of zeros.
-constexpr float block_scale(float largest) {
+// The smallest power of two s with largest / s <= 448 (e5m2: 57344); 1 for a block of zeros.
+constexpr float block_scale(float largest, DType to = DType::e4m3) {
   if (!(largest > 0.0f)) return 1.0f;
-  // 448 = 1.75 x 2^8: the exponent of largest / 448, rounded up.
+  // 448 = 1.75 x 2^8 and 57344 = 1.75 x 2^15: the exponent of the quotient, rounded up.
   const uint32 bits = bits_of(largest);
-  const int32 exponent =
-      static_cast<int32>(bits >> 23) - 127 - 8 + ((bits & 0x7fffffu) > 0x600000u ? 1 : 0);
+  const int32 exponent = static_cast<int32>(bits >> 23) - 127 - (to == DType::e4m3 ? 8 : 15) +
+                         ((bits & 0x7fffffu) > 0x600000u ? 1 : 0);
   const int32 kept = exponent < -126 ? -126 : exponent;
   return float_of(static_cast<uint32>(kept + 127) << 23);
 }
@@ -126,7 +126,10 @@ constexpr float block_scale(float largest) {
 // padded width, 32 at least. 128 -> 128, 96 -> 32, 80 (padded to 96) -> 32.
 constexpr int32 rotation_block(int32 columns) { return columns & -columns; }
 
-// A sign for each of up to 256 columns: bit i % 32 of word i / 32 set means negative.
+// A sign for each of up to 256 columns, set for negative, in word column / 32. Those of a pair of
+// columns are 16 bits apart, so that one shift brings both to the signs of two 16-bit numbers.
+constexpr int32 sign_bit(int32 column) { return (column % 2 != 0 ? 31 : 15) - column % 32 / 2; }
+
 struct RotationSigns {
   uint32 word[8] = {};
 };
@@ -146,7 +149,7 @@ constexpr RotationSigns rotation_signs(uint64 seed) {
 }
 
 constexpr float signed_by(const RotationSigns& signs, int32 column, float value) {
-  const uint32 sign = (signs.word[column / 32] >> (column % 32)) & 1u;
+  const uint32 sign = (signs.word[column / 32] >> sign_bit(column)) & 1u;
   return float_of(bits_of(value) ^ (sign << 31));
 }
 

@@ -64,6 +64,9 @@ struct Dropout {
 // block_table[b * block_table_stride + key / page_size] is the page (batch index of k and v) that
 // holds the key, and seqused_k the number of valid keys. Lengths and tables live where the backend
 // computes.
+//
+// Eight-bit q, k and v are codes: an element is code x scale (core/fp8.h). Scales are fp32 at
+// (sequence, head, block of 32 rows), with strides of 0 where they are shared; absent ones are 1.
 struct Problem {
   View q, k, v, out;
   View lse;    // fp32 (batch, head, query) dense, (0, head, row) varlen; may be absent
@@ -71,6 +74,7 @@ struct Problem {
   View mask;   // boolean, nonzero = visible; may be absent
   View sink;   // fp32, one extra logit per query head at stride[0]; may be absent
   View alibi;  // fp32 slopes at (batch, head); may be absent
+  View q_scale, k_scale, v_scale;
 
   int64 batch = 0;
   int64 seqlen_q = 0;  // rows per sequence (dense), longest sequence (varlen)
@@ -89,7 +93,9 @@ struct Problem {
   const int32* seqused_k = nullptr;
   const int32* block_table = nullptr;
   int64 block_table_stride = 0;
-  int32 page_size = 0;  // 0: not paged
+  int32 page_size = 0;        // 0: not paged
+  int32 q_scale_heads = 1;    // query heads that share an entry of q_scale
+  bool v_transposed = false;  // v lies as the 8-bit kernels read it (core/fp8.h)
 
   float softmax_scale = 1.0f;
   float softcap = 0.0f;  // 0: off
@@ -103,6 +109,8 @@ struct Problem {
   constexpr bool is_varlen_k() const { return cu_seqlens_k != nullptr; }
   constexpr bool is_paged() const { return page_size > 0; }
 };
+
+constexpr bool is_eight_bit(DType type) { return type == DType::e4m3 || type == DType::e5m2; }
 
 // The gradients of a problem, and what they are computed from beside it. The out and lse of the
 // problem, results of the forward pass, are inputs here.

@@ -25,6 +25,10 @@ constexpr float infinity = std::numeric_limits<float>::infinity();
 
 std::size_t index(int64 value) { return static_cast<std::size_t>(value); }
 
+float value_of(core::DType type, core::uint8 code) {
+  return type == core::DType::e4m3 ? core::e4m3_to_float(code) : core::e5m2_to_float(code);
+}
+
 // The codes of one sequence and KV head as numbers.
 struct Keys {
   std::vector<float> k;  // [key][column]
@@ -33,12 +37,11 @@ struct Keys {
   int64 count = 0;
 };
 
-Keys decode_keys(const Problem& p, const Fp8Layout& l, const Fp8Operands& o,
+Keys decode_keys(const Problem& p, const Fp8Layout& l, const Fp8Operands& o, core::DType codes,
                  const core::Sequence& s, int64 b, int64 head) {
   Keys keys;
   keys.count = s.length_k;
-  const int64 first_block =
-      p.is_varlen_k() ? core::block_offset(static_cast<int32>(s.row_k), static_cast<int32>(b)) : 0;
+  const int64 first_block = core::first_block_k(p, s, b);
   const int64 place = s.batch_k * l.heads_kv + head;
   keys.scales = o.key_scale + place * l.blocks_k + first_block;
   keys.k.resize(index(s.length_k * l.columns));
@@ -48,13 +51,13 @@ Keys decode_keys(const Problem& p, const Fp8Layout& l, const Fp8Operands& o,
     const int64 row = s.batch_k * l.rows_k + s.row_k + key;
     for (int32 c = 0; c < l.columns; ++c) {
       keys.k[index(key * l.columns + c)] =
-          core::e4m3_to_float(o.k[(row * l.heads_kv + head) * l.columns + c]);
+          value_of(codes, o.k[(row * l.heads_kv + head) * l.columns + c]);
     }
     const int64 slot =
         first_block * scale_block + key / 16 * 16 + core::value_slot(static_cast<int32>(key % 16));
     for (int32 c = 0; c < l.columns_v; ++c) {
       keys.v[index(key * l.columns_v + c)] =
-          core::e4m3_to_float(o.v[(place * l.columns_v + c) * pitch + slot]);
+          value_of(codes, o.v[(place * l.columns_v + c) * pitch + slot]);
     }
   }
   return keys;
@@ -122,7 +125,7 @@ class Row {
 
   void compute(const Keys& keys, core::KeyRange visible, const core::uint8* codes, float q_scale,
                float sink) {
-    for (int32 c = 0; c < columns_; ++c) query_[index(c)] = core::e4m3_to_float(codes[c]);
+    for (int32 c = 0; c < columns_; ++c) query_[index(c)] = value_of(method_.codes, codes[c]);
     std::fill(part_.begin(), part_.end(), 0.0f);
     std::fill(sums_.begin(), sums_.end(), 0.0f);
     reference_ = -infinity;
@@ -370,11 +373,9 @@ ReferenceResult forward_fp8(const Problem& p, const Fp8Operands& operands, const
                     -std::numeric_limits<double>::infinity());
   for (int64 b = 0; b < p.batch; ++b) {
     const core::Sequence s = core::sequence_at(p, b);
-    const int64 first_block =
-        p.is_varlen_q() ? core::block_offset(static_cast<int32>(s.row_q), static_cast<int32>(b))
-                        : 0;
+    const int64 first_block = core::first_block_q(p, s, b);
     for (int64 head_kv = 0; head_kv < p.heads_kv; ++head_kv) {
-      const Keys keys = decode_keys(p, l, operands, s, b, head_kv);
+      const Keys keys = decode_keys(p, l, operands, method.codes, s, b, head_kv);
       const int64 group = p.group_size();
 #pragma omp parallel num_threads(team)
       {

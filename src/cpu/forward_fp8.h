@@ -9,6 +9,7 @@
 namespace fovea::cpu {
 
 struct Fp8Method {
+  core::DType codes = core::DType::e4m3;  // of q, k and v
   core::SoftmaxPolicy softmax = core::SoftmaxPolicy::sum_guard;
   core::int32 tile_k = 192;
   // Key tiles whose products one tensor-core accumulator sums before it is added in fp32; 0: all.

@@ -1,13 +1,18 @@
 #include "cpu/quantize.h"
 
+#include <omp.h>
+
 #include <algorithm>
-#include <array>
 #include <cmath>
-#include <vector>
+#include <utility>
+
+#include "core/mask.h"
+#include "core/numeric.h"
 
 namespace fovea::cpu {
 namespace {
 
+using core::DType;
 using core::Fp8Layout;
 using core::int32;
 using core::int64;
@@ -17,172 +22,314 @@ using core::QuantizeOptions;
 using core::scale_block;
 using core::uint8;
 
-std::size_t index(int64 value) { return static_cast<std::size_t>(value); }
+constexpr int32 most_columns = 576;  // of a row, rotated or not
+
+// 32 rows in fp32.
+struct Block {
+  float x[scale_block][most_columns];
+};
+
+enum class Which { q, k, v };
 
 // One of q, k and v, with what its rows become.
 struct Operand {
+  const Problem& p;
+  const QuantizeOptions& options;
+  Which which;
   const core::View& view;
-  int64 batches;
-  int64 rows;
+  const core::View& scale;
+  int64 batches;  // of the result
+  int64 rows;     // per batch
   int32 heads;
   int32 columns;  // of the view
   int32 padded;   // of the codes
-  int64 blocks;
-  const int32* cu_seqlens;
-  int64 sequences;
+  int64 blocks;   // per batch and head
   bool rotate;
+  DType to;
+
+  Operand(const Problem& problem, const QuantizeOptions& o, const Fp8Layout& l, Which which_one)
+      : p(problem),
+        options(o),
+        which(which_one),
+        view(which == Which::q   ? p.q
+             : which == Which::k ? p.k
+                                 : p.v),
+        scale(which == Which::q   ? p.q_scale
+              : which == Which::k ? p.k_scale
+                                  : p.v_scale),
+        batches(which == Which::q ? l.batches_q : l.batches_k),
+        rows(which == Which::q ? l.rows_q : l.rows_k),
+        heads(which == Which::q ? l.heads_q : l.heads_kv),
+        columns(which == Which::v ? p.head_dim_v : p.head_dim),
+        padded(which == Which::v ? p.head_dim_v : l.columns),
+        blocks(which == Which::q ? l.blocks_q : l.blocks_k),
+        rotate(o.rotate && which != Which::v && !core::is_eight_bit(view.dtype)),
+        to(core::code_type(view.dtype, o)) {}
 };
 
-// Rows of one sequence in memory.
+// Rows of one sequence.
 struct Rows {
-  int64 batch;
+  core::Sequence sequence;
+  int64 index;  // of the sequence
+  int64 batch;  // coordinates in the result
   int64 first;
-  int64 count;
+  int64 capacity;  // rows that belong to it
+  int64 used;      // of these
   int64 first_block;
+
+  int64 blocks() const { return core::ceil_div(capacity, scale_block); }
 };
 
-Rows rows_of(const Operand& o, int64 sequence) {
-  if (o.cu_seqlens == nullptr) return {sequence, 0, o.rows, 0};
-  const int32 first = o.cu_seqlens[sequence];
-  return {0, first, o.cu_seqlens[sequence + 1] - first,
-          core::block_offset(first, static_cast<int32>(sequence))};
+Rows rows_of(const Operand& o, int64 index) {
+  const core::Sequence s = core::sequence_at(o.p, index);
+  if (o.which == Which::q) {
+    return {
+        s, index, s.batch_q, s.row_q, s.capacity_q, s.length_q, core::first_block_q(o.p, s, index)};
+  }
+  const int64 capacity =
+      o.p.is_varlen_k() ? o.p.cu_seqlens_k[index + 1] - o.p.cu_seqlens_k[index] : o.p.seqlen_k;
+  return {s, index, s.batch_k, s.row_k, capacity, s.length_k, core::first_block_k(o.p, s, index)};
 }
 
-// [scale_block][padded], rows behind the sequence zero.
-void load_block(const Operand& o, const Rows& rows, int64 head, int64 block,
-                const core::RotationSigns& signs, std::vector<float>& x) {
-  x.assign(index(int64{scale_block} * o.padded), 0.0f);
-  const int64 count = std::min<int64>(scale_block, rows.count - block * scale_block);
-  for (int64 r = 0; r < count; ++r) {
-    float* row = x.data() + r * o.padded;
-    const int64 offset = o.view.offset(rows.batch, rows.first + block * scale_block + r, head);
-    for (int32 c = 0; c < o.columns; ++c) {
-      row[c] = core::load_element(o.view.data, o.view.dtype, offset + c * o.view.stride[3]);
-    }
-    if (!o.rotate) continue;
-    for (int32 c = 0; c < o.padded; ++c) row[c] = core::signed_by(signs, c, row[c]);
-    const int32 width = core::rotation_block(o.padded);
-    for (int32 c = 0; c < o.padded; c += width) core::hadamard(row + c, width);
-    const float norm = core::rotation_norm(width);
-    for (int32 c = 0; c < o.padded; ++c) row[c] *= norm;
+int64 offset_of(const Operand& o, const Rows& rows, int64 row, int64 head) {
+  switch (o.which) {
+    case Which::q: return o.view.offset(rows.batch, rows.first + row, head);
+    case Which::k: return core::key_offset(o.p, o.view, rows.sequence, rows.index, row, head);
+    default: return core::value_offset(o.p, rows.sequence, rows.index, row, head);
   }
 }
 
-float largest_of(const std::vector<float>& x) {
+// The scale that the block's elements have already.
+float given_scale(const Operand& o, const Rows& rows, int64 head, int64 block) {
+  if (!o.scale) return 1.0f;
+  const int64 shared = o.which == Which::q ? o.p.q_scale_heads : 1;
+  return static_cast<const float*>(o.scale.data)[core::scale_offset(
+      o.scale, rows.index, head / shared, rows.first_block, block * scale_block)];
+}
+
+// Unused rows are zero.
+void load_block(const Operand& o, const Rows& rows, int64 head, int64 block,
+                const core::RotationSigns& signs, Block& to) {
+  const int32 width = core::rotation_block(o.padded);
+  const float norm = core::rotation_norm(width);
+  for (int64 r = 0; r < scale_block; ++r) {
+    float* x = to.x[r];
+    std::fill_n(x, o.padded, 0.0f);
+    if (block * scale_block + r >= rows.used) continue;
+    const int64 offset = offset_of(o, rows, block * scale_block + r, head);
+    for (int32 c = 0; c < o.columns; ++c) {
+      x[c] = core::load_element(o.view.data, o.view.dtype, offset + c * o.view.stride[3]);
+    }
+    if (!o.rotate) continue;
+    for (int32 c = 0; c < o.columns; ++c) x[c] = core::signed_by(signs, c, x[c]);
+    for (int32 c = 0; c < o.padded; c += width) core::hadamard(x + c, width);
+    for (int32 c = 0; c < o.padded; ++c) x[c] *= norm;
+  }
+}
+
+float largest_of(const Operand& o, const Block& block) {
   float largest = 0.0f;
-  for (const float value : x) {
-    if (std::isfinite(value)) largest = std::max(largest, std::fabs(value));
+  for (const auto& row : block.x) {
+    for (int32 c = 0; c < o.padded; ++c) {
+      if (std::isfinite(row[c])) largest = std::max(largest, std::fabs(row[c]));
+    }
   }
   return largest;
 }
 
-uint8 code_of(float value, float inverse) {
-  return std::isfinite(value) ? core::float_to_e4m3(value * inverse) : uint8{0x7f};
+uint8 code_of(const Operand& o, float value, float inverse) {
+  if (!std::isfinite(value)) return uint8{0x7f};
+  return o.to == DType::e4m3 ? core::float_to_e4m3(value * inverse)
+                             : core::float_to_e5m2(value * inverse);
 }
 
-// store(rows, head, block, scale, x) takes each block.
+float value_of(const Operand& o, uint8 code) {
+  return o.to == DType::e4m3 ? core::e4m3_to_float(code) : core::e5m2_to_float(code);
+}
+
+float largest_of(const Operand& o, int64 sequence, int64 head, const core::RotationSigns& signs) {
+  const Rows rows = rows_of(o, sequence);
+  Block block;
+  float largest = 0.0f;
+  for (int64 b = 0; b < rows.blocks(); ++b) {
+    load_block(o, rows, head, b, signs, block);
+    largest = std::max(largest, largest_of(o, block));
+  }
+  return largest;
+}
+
+// store(rows, head, block, shift, scale, x) takes each block: codes are x / shift, which stand for
+// themselves times scale.
 template <typename Store>
-void quantize_operand(const Operand& o, const QuantizeOptions& options, const Store& store) {
-  const core::RotationSigns signs = core::rotation_signs(options.seed);
-  std::vector<float> x;
-  const auto measure = [&](int64 sequence, int64 head) {
-    const Rows rows = rows_of(o, sequence);
-    float largest = 0.0f;
-    for (int64 block = 0; block * scale_block < rows.count; ++block) {
-      load_block(o, rows, head, block, signs, x);
-      largest = std::max(largest, largest_of(x));
-    }
-    return largest;
-  };
+void quantize_operand(const Operand& o, int threads, const Store& store) {
+  const int team = threads > 0 ? threads : omp_get_max_threads();
+  const core::RotationSigns signs = core::rotation_signs(o.options.seed);
+  // Codes that are there already are shifted block by block.
+  const auto granularity =
+      core::is_eight_bit(o.view.dtype) ? core::ScaleGranularity::block : o.options.granularity;
+  const int64 pairs = o.p.batch * o.heads;
   float of_all = 0.0f;
-  if (options.granularity == core::ScaleGranularity::tensor) {
-    for (int64 s = 0; s < o.sequences; ++s) {
-      for (int64 h = 0; h < o.heads; ++h) of_all = std::max(of_all, measure(s, h));
+  if (granularity == core::ScaleGranularity::tensor) {
+#pragma omp parallel for num_threads(team) reduction(max : of_all) schedule(dynamic)
+    for (int64 pair = 0; pair < pairs; ++pair) {
+      of_all = std::max(of_all, largest_of(o, pair / o.heads, pair % o.heads, signs));
     }
   }
-  for (int64 s = 0; s < o.sequences; ++s) {
-    const Rows rows = rows_of(o, s);
-    for (int64 h = 0; h < o.heads; ++h) {
-      float largest = of_all;
-      if (options.granularity == core::ScaleGranularity::head) largest = measure(s, h);
-      for (int64 block = 0; block * scale_block < rows.count; ++block) {
-        load_block(o, rows, h, block, signs, x);
-        if (options.granularity == core::ScaleGranularity::block) largest = largest_of(x);
-        store(rows, h, block, core::block_scale(largest), x);
-      }
+#pragma omp parallel for num_threads(team) schedule(dynamic)
+  for (int64 pair = 0; pair < pairs; ++pair) {
+    const Rows rows = rows_of(o, pair / o.heads);
+    const int64 head = pair % o.heads;
+    Block block;
+    float largest = of_all;
+    if (granularity == core::ScaleGranularity::head) {
+      largest = largest_of(o, pair / o.heads, head, signs);
+    }
+    for (int64 b = 0; b < rows.blocks(); ++b) {
+      load_block(o, rows, head, b, signs, block);
+      if (granularity == core::ScaleGranularity::block) largest = largest_of(o, block);
+      const float shift = core::block_scale(largest, o.to);
+      store(rows, head, b, shift, shift * given_scale(o, rows, head, b), block);
     }
   }
 }
 
-// Codes as rows, for q and k.
-void store_rows(const Operand& o, const Rows& rows, int64 head, int64 block, float scale,
-                const std::vector<float>& x, uint8* codes) {
-  const int64 count = std::min<int64>(scale_block, rows.count - block * scale_block);
+// Codes as rows.
+void store_rows(const Operand& o, const Rows& rows, int64 head, int64 block, float shift,
+                const Block& x, uint8* codes) {
+  const int64 count = std::min<int64>(scale_block, rows.capacity - block * scale_block);
   for (int64 r = 0; r < count; ++r) {
     const int64 row = rows.batch * o.rows + rows.first + block * scale_block + r;
     for (int32 c = 0; c < o.padded; ++c) {
-      codes[(row * o.heads + head) * o.padded + c] =
-          code_of(x[index(r * o.padded + c)], 1.0f / scale);
+      codes[(row * o.heads + head) * o.padded + c] = code_of(o, x.x[r][c], 1.0f / shift);
     }
   }
 }
 
 // Codes transposed, for v.
-void store_columns(const Operand& o, const Rows& rows, int64 head, int64 block, float scale,
-                   const std::vector<float>& x, uint8* codes) {
+void store_columns(const Operand& o, const Rows& rows, int64 head, int64 block, float shift,
+                   const Block& x, uint8* codes) {
   const int64 keys = o.blocks * scale_block;
   const int64 first = (rows.first_block + block) * scale_block;
   for (int32 c = 0; c < o.columns; ++c) {
     uint8* column = codes + ((rows.batch * o.heads + head) * o.columns + c) * keys + first;
     for (int32 slot = 0; slot < scale_block; ++slot) {
       const int32 key = slot / 16 * 16 + core::value_key(slot % 16);
-      column[slot] = code_of(x[index(int64{key} * o.padded + c)], 1.0f / scale);
+      column[slot] = code_of(o, x.x[key][c], 1.0f / shift);
     }
   }
 }
 
+// What the codes stand for, as rows.
+void store_values(const Operand& o, const Rows& rows, int64 head, int64 block, float shift,
+                  float scale, const Block& x, float* values) {
+  const int64 count = std::min<int64>(scale_block, rows.capacity - block * scale_block);
+  for (int64 r = 0; r < count; ++r) {
+    const int64 row = rows.batch * o.rows + rows.first + block * scale_block + r;
+    float* to = values + (row * o.heads + head) * o.padded;
+    if (core::is_eight_bit(o.view.dtype)) {
+      for (int32 c = 0; c < o.padded; ++c) to[c] = x.x[r][c] * (scale / shift);
+      continue;
+    }
+    for (int32 c = 0; c < o.padded; ++c) {
+      to[c] = value_of(o, code_of(o, x.x[r][c], 1.0f / shift)) * scale;
+    }
+  }
+}
+
+int64 place_of(const Operand& o, const Rows& rows, int64 head, int64 block) {
+  return (rows.batch * o.heads + head) * o.blocks + rows.first_block + block;
+}
+
+// Codes as rows, and scales in an array of their own; those of gaps between packed sequences are 1.
+void quantize_as_rows(const Operand& o, uint8* codes, float* scales, int threads) {
+  if (codes == nullptr || scales == nullptr) return;
+  std::fill_n(scales, o.batches * o.heads * o.blocks, 1.0f);
+  quantize_operand(
+      o, threads,
+      [&](const Rows& rows, int64 head, int64 block, float shift, float scale, const Block& x) {
+        store_rows(o, rows, head, block, shift, x, codes);
+        scales[place_of(o, rows, head, block)] = scale;
+      });
+}
+
 }  // namespace
 
-void quantize(const Problem& p, const QuantizeOptions& options, const Fp8Operands& operands) {
+void quantize(const Problem& p, const QuantizeOptions& options, const Fp8Operands& operands,
+              int threads) {
   const Fp8Layout l = core::fp8_layout(p);
-  const Operand q{p.q,       l.batches_q, l.rows_q,       l.heads_q, p.head_dim,
-                  l.columns, l.blocks_q,  p.cu_seqlens_q, p.batch,   options.rotate};
-  const Operand k{p.k,       l.batches_k, l.rows_k,       l.heads_kv, p.head_dim,
-                  l.columns, l.blocks_k,  p.cu_seqlens_k, p.batch,    options.rotate};
-  const Operand v{p.v,          l.batches_k, l.rows_k,       l.heads_kv, p.head_dim_v,
-                  p.head_dim_v, l.blocks_k,  p.cu_seqlens_k, p.batch,    false};
-  if (operands.q != nullptr) {
-    quantize_operand(
-        q, options,
-        [&](const Rows& rows, int64 head, int64 block, float scale, const std::vector<float>& x) {
-          store_rows(q, rows, head, block, scale, x, operands.q);
-          operands.q_scale[(rows.batch * q.heads + head) * q.blocks + rows.first_block + block] =
-              scale;
-        });
-  }
-  const auto key_scale = [&](const Rows& rows, int64 head, int64 block) -> KeyScale& {
-    return operands.key_scale[(rows.batch * k.heads + head) * k.blocks + rows.first_block + block];
-  };
+  const Operand k(p, options, l, Which::k);
+  const Operand v(p, options, l, Which::v);
+  quantize_as_rows(Operand(p, options, l, Which::q), operands.q, operands.q_scale, threads);
   if (operands.key_scale != nullptr) {
     // Gaps between packed sequences and the slack are read, though never used.
     std::fill_n(operands.key_scale, l.key_scale_bytes / int64{sizeof(KeyScale)}, KeyScale{});
   }
-  if (operands.k != nullptr) {
+  if (operands.k != nullptr && operands.key_scale != nullptr) {
     quantize_operand(
-        k, options,
-        [&](const Rows& rows, int64 head, int64 block, float scale, const std::vector<float>& x) {
-          store_rows(k, rows, head, block, scale, x, operands.k);
-          key_scale(rows, head, block).k = scale;
+        k, threads,
+        [&](const Rows& rows, int64 head, int64 block, float shift, float scale, const Block& x) {
+          store_rows(k, rows, head, block, shift, x, operands.k);
+          operands.key_scale[place_of(k, rows, head, block)].k = scale;
         });
   }
-  if (operands.v != nullptr) {
+  if (operands.v != nullptr && operands.key_scale != nullptr) {
     quantize_operand(
-        v, options,
-        [&](const Rows& rows, int64 head, int64 block, float scale, const std::vector<float>& x) {
-          store_columns(v, rows, head, block, scale, x, operands.v);
-          KeyScale& s = key_scale(rows, head, block);
+        v, threads,
+        [&](const Rows& rows, int64 head, int64 block, float shift, float scale, const Block& x) {
+          store_columns(v, rows, head, block, shift, x, operands.v);
+          KeyScale& s = operands.key_scale[place_of(v, rows, head, block)];
           s.v_log2 = std::log2(scale);
           s.v_inverse = 1.0f / scale;
+          s.v = scale;
+        });
+  }
+}
+
+void quantize_rows(const Problem& p, const QuantizeOptions& options, const RowOperands& operands,
+                   int threads) {
+  const Fp8Layout l = core::fp8_layout(p);
+  quantize_as_rows(Operand(p, options, l, Which::q), operands.q, operands.q_scale, threads);
+  quantize_as_rows(Operand(p, options, l, Which::k), operands.k, operands.k_scale, threads);
+  quantize_as_rows(Operand(p, options, l, Which::v), operands.v, operands.v_scale, threads);
+}
+
+std::size_t widened_bytes(const Problem& p) {
+  const Fp8Layout l = core::fp8_layout(p);
+  const int64 elements = l.q_bytes + l.k_bytes + l.batches_k * l.rows_k * l.heads_kv * l.columns_v;
+  return static_cast<std::size_t>(elements) * sizeof(float);
+}
+
+Problem widened(const Problem& p, std::byte* memory) {
+  const Fp8Layout l = core::fp8_layout(p);
+  Problem result = p;
+  result.head_dim = l.columns;
+  result.block_table = nullptr;
+  result.block_table_stride = 0;
+  result.page_size = 0;
+  result.q_scale = result.k_scale = result.v_scale = {};
+  result.v_transposed = false;
+  auto* values = reinterpret_cast<float*>(memory);
+  const auto place = [&](core::View& view, int64 batches, int64 rows, int64 heads, int64 columns) {
+    view = {values, DType::f32, {rows * heads * columns, heads * columns, columns, 1}};
+    values += batches * rows * heads * columns;
+  };
+  place(result.q, l.batches_q, l.rows_q, l.heads_q, l.columns);
+  place(result.k, l.batches_k, l.rows_k, l.heads_kv, l.columns);
+  place(result.v, l.batches_k, l.rows_k, l.heads_kv, l.columns_v);
+  return result;
+}
+
+void widen(const Problem& p, const QuantizeOptions& options, std::byte* memory, int threads) {
+  const Fp8Layout l = core::fp8_layout(p);
+  const Problem to = widened(p, memory);
+  for (const auto& [which, view] :
+       {std::pair{Which::q, to.q}, std::pair{Which::k, to.k}, std::pair{Which::v, to.v}}) {
+    const Operand o(p, options, l, which);
+    auto* values = static_cast<float*>(view.data);
+    quantize_operand(
+        o, threads,
+        [&](const Rows& rows, int64 head, int64 block, float shift, float scale, const Block& x) {
+          store_values(o, rows, head, block, shift, scale, x, values);
         });
   }
 }

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "core/dropout.h"
+#include "core/fp8.h"
 #include "core/mask.h"
 #include "core/numeric.h"
 #include "core/types.h"
@@ -29,6 +30,11 @@ using core::int64;
 inline constexpr int64 panel_keys = 16;
 
 inline std::size_t index(int64 value) { return static_cast<std::size_t>(value); }
+
+// What the codes of an 8-bit row are multiplied by.
+inline float scale_at(const core::View& scale, int64 offset) {
+  return scale ? static_cast<const float*>(scale.data)[offset] : 1.0f;
+}
 
 // The nearest value of an element type; f32 keeps its argument.
 inline float rounded(core::DType type, float value) {
@@ -53,17 +59,22 @@ struct KeysAndValues {
     const int64 padded = core::ceil_div(s.length_k, panel_keys) * panel_keys;
     panels.assign(index(padded * p.head_dim), Real{0});
     values.resize(index(s.length_k * p.head_dim_v));
+    const int64 block = core::first_block_k(p, s, b);
     for (int64 key = 0; key < s.length_k; ++key) {
       const int64 offset_k = core::key_offset(p, p.k, s, b, key, head_kv);
       Real* panel = panels.data() + (key / panel_keys) * p.head_dim * panel_keys + key % panel_keys;
+      const Real scale_k =
+          scale_at(p.k_scale, core::scale_offset(p.k_scale, b, head_kv, block, key));
       for (int64 d = 0; d < p.head_dim; ++d) {
         panel[d * panel_keys] =
-            core::load_element(p.k.data, p.k.dtype, offset_k + d * p.k.stride[3]);
+            scale_k * core::load_element(p.k.data, p.k.dtype, offset_k + d * p.k.stride[3]);
       }
-      const int64 offset_v = core::key_offset(p, p.v, s, b, key, head_kv);
+      const int64 offset_v = core::value_offset(p, s, b, key, head_kv);
+      const Real scale_v =
+          scale_at(p.v_scale, core::scale_offset(p.v_scale, b, head_kv, block, key));
       Real* value = values.data() + key * p.head_dim_v;
       for (int64 d = 0; d < p.head_dim_v; ++d) {
-        value[d] = core::load_element(p.v.data, p.v.dtype, offset_v + d * p.v.stride[3]);
+        value[d] = scale_v * core::load_element(p.v.data, p.v.dtype, offset_v + d * p.v.stride[3]);
       }
     }
   }
@@ -102,8 +113,10 @@ struct Row {
   void compute(const core::Sequence& s, int64 b, int64 head, int64 i,
                const KeysAndValues<Real>& keys) {
     const int64 offset = p.q.offset(s.batch_q, s.row_q + i, head);
+    const Real scale = scale_at(p.q_scale, core::scale_offset(p.q_scale, b, head / p.q_scale_heads,
+                                                              core::first_block_q(p, s, b), i));
     for (int64 d = 0; d < p.head_dim; ++d) {
-      query[index(d)] = core::load_element(p.q.data, p.q.dtype, offset + d * p.q.stride[3]);
+      query[index(d)] = scale * core::load_element(p.q.data, p.q.dtype, offset + d * p.q.stride[3]);
     }
     find_visible(s, b, head, i);
     score(s, b, head, i, keys);

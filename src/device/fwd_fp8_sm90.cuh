@@ -85,7 +85,7 @@ struct Fp8Plan {
   static constexpr int32 group_barrier = 5;    // + warpgroup: its own 128 threads
   static constexpr int32 compute_barrier = 9;  // all computing threads
 
-  static_assert(C.dtype == DType::e4m3);
+  static_assert(core::is_eight_bit(C.dtype));
   static_assert(C.warpgroups == 2 || C.warpgroups == 3, "the register pool is split for these");
   static_assert(C.head_dim % 32 == 0 && C.head_dim <= 256);
   static_assert(C.head_dim_v % 16 == 0 && C.head_dim_v <= 256);
@@ -464,6 +464,12 @@ struct Fp8Compute {
     }
   }
 
+  // Two codes as two fp16 numbers.
+  static __forceinline__ uint32 unpack(uint32 codes) {
+    return C.dtype == DType::e4m3 ? unpack_e4m3x2(static_cast<uint16>(codes))
+                                  : unpack_e5m2x2(static_cast<uint16>(codes));
+  }
+
   // The scores of an unmasked tile again, this warp's 16 rows, by mma and from global memory: the
   // ring has let go of the keys.
   __forceinline__ void compute_scores_again(const FwdTile& tile, int32 block) {
@@ -487,8 +493,8 @@ struct Fp8Compute {
       for (int32 half = 0; half < 2; ++half) {
         // Four codes of a row as two pairs: which of the 16 columns a pair is does not matter, as
         // long as it is the same for both operands.
-        const uint32 wide[4] = {unpack_e4m3x2(a[0] & 0xffffu), unpack_e4m3x2(a[1] & 0xffffu),
-                                unpack_e4m3x2(a[0] >> 16), unpack_e4m3x2(a[1] >> 16)};
+        const uint32 wide[4] = {unpack(a[0] & 0xffffu), unpack(a[1] & 0xffffu), unpack(a[0] >> 16),
+                                unpack(a[1] >> 16)};
         a[0] = a[2];
         a[1] = a[3];
         const uint8* key = keys + d + 16 * half;
@@ -498,7 +504,7 @@ struct Fp8Compute {
           asm volatile("" : "+l"(key)::"memory");
           const uint32 codes = *reinterpret_cast<const uint32*>(key);
           mma_f16(scores[4 * n], scores[4 * n + 1], scores[4 * n + 2], scores[4 * n + 3], wide,
-                  unpack_e4m3x2(codes & 0xffffu), unpack_e4m3x2(codes >> 16));
+                  unpack(codes & 0xffffu), unpack(codes >> 16));
         }
       }
     }

@@ -1,7 +1,7 @@
-// Quantisation to e4m3 (core/fp8.h): q and k rotated, v transposed, with a scale for 32 rows.
+// Quantisation to 8 bits (core/fp8.h): q and k rotated, v transposed, with a scale for 32 rows.
 //
-// What binds is memory: for 16-bit inputs 3 bytes an element, once. A CTA takes 128 rows of a head;
-// four threads take a row, each every fourth piece of 8 columns:
+// What binds is memory: for 16-bit inputs 3 bytes an element, once. A CTA takes 32 rows of a head
+// (v: 128); four threads take a row, each every fourth piece of 8 columns:
 //
 //   column    0..7   8..15  16..23  24..31 | 32..39 ...
 //   thread     t0     t1      t2      t3   |   t0   ...
@@ -9,6 +9,11 @@
 // so that loads are whole sectors and, of the butterflies of the Hadamard transform, only those
 // over 8 and 16 columns cross threads: two shuffles an element. The order of additions is that of
 // core::hadamard(), and the CPU's codes are these to the bit.
+//
+// Arithmetic is next: at full bandwidth a multiprocessor has 20 issue slots for 32 elements of q.
+// Rotation takes 10 of them (signs of packed pairs 1, five levels of additions, two of shuffle and
+// multiply-add), widening, maximum, scaling and conversion 4. CTAs of 32 rows let some load while
+// others compute.
 #pragma once
 
 #include "core/fp8.h"
@@ -26,8 +31,20 @@ using core::scale_block;
 
 // ---- Eight elements -----------------------------------------------------------------------------
 
+// The signs of the rotation: those of columns 2 i and 2 i + 1 are bits 15 - i and 31 - i
+// (core::sign_bit).
+__forceinline__ float flipped(float x, uint32 signs, int32 column) {
+  const int32 shift = column / 2 + (column % 2 != 0 ? 0 : 16);
+  return __uint_as_float(__float_as_uint(x) ^ ((signs << shift) & 0x80000000u));
+}
+
+__forceinline__ void flip(float* x, uint32 signs) {
+#pragma unroll
+  for (int32 e = 0; e < 8; ++e) x[e] = flipped(x[e], signs, e);
+}
+
 template <DType dtype>
-__forceinline__ void widen(float* x, const void* from) {
+__forceinline__ void widen(float* x, const void* from, uint32 signs) {
   if constexpr (dtype == DType::f32) {
 #pragma unroll
     for (int32 i = 0; i < 8; i += 4) {
@@ -37,11 +54,13 @@ __forceinline__ void widen(float* x, const void* from) {
       x[i + 2] = part.z;
       x[i + 3] = part.w;
     }
+    flip(x, signs);
   } else if constexpr (core::size_bytes(dtype) == 2) {
     const uint4 part = *static_cast<const uint4*>(from);
-    const uint32 words[4] = {part.x, part.y, part.z, part.w};
+    uint32 words[4] = {part.x, part.y, part.z, part.w};
 #pragma unroll
     for (int32 i = 0; i < 4; ++i) {
+      words[i] ^= (signs << i) & 0x80008000u;
       if constexpr (dtype == DType::bf16) {
         x[2 * i] = __uint_as_float(words[i] << 16);
         x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
@@ -62,6 +81,7 @@ __forceinline__ void widen(float* x, const void* from) {
       x[2 * i] = pair.x;
       x[2 * i + 1] = pair.y;
     }
+    flip(x, signs);
   }
 }
 
@@ -71,13 +91,14 @@ template <QuantizeConfig C>
 struct Quantize {
   static constexpr int32 pieces = C.columns / 32;  // of 8 columns, of a thread
   static constexpr int32 count = 8 * pieces;
-  static constexpr int32 blocks = core::quantize_rows / scale_block;
+  static constexpr int32 rows = core::quantize_rows(C);
+  static constexpr int32 blocks = rows / scale_block;
   // A row of codes in shared memory, in words; whole rounds of the banks.
   static constexpr int32 pitch = (C.columns / 4 + 31) / 32 * 32;
 
   struct Shared {
-    uint32 largest[blocks][4];                                    // of each warp
-    uint32 codes[C.transpose ? core::quantize_rows * pitch : 1];  // [row][column / 4], place()
+    uint32 largest[blocks][4];                     // of each warp
+    uint32 codes[C.transpose ? rows * pitch : 1];  // [row][column / 4], place()
   };
 
   const QuantizeParams& params;
@@ -85,10 +106,12 @@ struct Quantize {
   float x[count];
 
   int32 head, batch;
+  int32 sequence;
   int32 block;      // of 32 rows, of the batch and head
   int64 row;        // of the batch, this thread's
   bool real_block;  // belongs to a sequence
-  bool real_row;
+  bool real_row;    // likewise
+  bool used_row;    // and counts
 
   __forceinline__ static int32 thread() { return static_cast<int32>(threadIdx.x) % 4; }
   __forceinline__ static int32 row_of_cta() { return static_cast<int32>(threadIdx.x) / 4; }
@@ -100,6 +123,7 @@ struct Quantize {
     head = static_cast<int32>(blockIdx.x) - tile * params.heads;
     batch = static_cast<int32>(blockIdx.y);
     block = tile * blocks + block_of_cta();
+    sequence = batch;
     int64 begin = 0;
     int64 end = params.rows;
     int32 first = 0;
@@ -114,6 +138,7 @@ struct Quantize {
           high = middle - 1;
         }
       }
+      sequence = low;
       begin = params.cu_seqlens[low];
       end = params.cu_seqlens[low + 1];
       first = core::block_offset(static_cast<int32>(begin), low);
@@ -122,28 +147,45 @@ struct Quantize {
     real_block = block_row < end && block < params.blocks;
     row = block_row + row_of_cta() % scale_block;
     real_row = real_block && row < end;
+    used_row = real_row;
+    if (real_row && params.seqused != nullptr) used_row = row - begin < params.seqused[sequence];
+  }
+
+  // Of the row's first element.
+  __forceinline__ int64 offset_of_row() const {
+    int64 batch_of = batch;
+    int64 row_of = row;
+    if constexpr (C.paged) {
+      if (used_row) {
+        const int32 page = static_cast<int32>(row) / params.page_size;
+        batch_of = params.block_table[sequence * params.block_table_stride + page];
+        row_of = row - static_cast<int64>(page) * params.page_size;
+      }
+    }
+    return batch_of * params.stride[0] + row_of * params.stride[1] + head * params.stride[2];
   }
 
   __forceinline__ void load() {
     constexpr int64 size = core::size_bytes(C.dtype);
-    const int64 offset =
-        batch * params.stride[0] + row * params.stride[1] + head * params.stride[2];
+    const int64 offset = offset_of_row();
     const uint8* from = static_cast<const uint8*>(params.x) + offset * size;
 #pragma unroll
     for (int32 j = 0; j < pieces; ++j) {
       const int32 column = 32 * j + 8 * thread();
 #pragma unroll
       for (int32 e = 0; e < 8; ++e) x[8 * j + e] = 0.0f;
+      const uint32 signs = C.rotate ? params.signs.word[j] << (4 * thread()) : 0u;
       if constexpr (C.vectors) {
-        if (real_row && column < params.columns) {
-          widen<C.dtype>(x + 8 * j, from + column * size);
+        if (used_row && column < params.columns) {
+          widen<C.dtype>(x + 8 * j, from + column * size, signs);
         }
       } else {
 #pragma unroll
         for (int32 e = 0; e < 8; ++e) {
-          if (real_row && column + e < params.columns) {
-            x[8 * j + e] =
+          if (used_row && column + e < params.columns) {
+            const float value =
                 core::load_element(params.x, C.dtype, offset + (column + e) * params.stride[3]);
+            x[8 * j + e] = flipped(value, signs, e);
           }
         }
       }
@@ -164,25 +206,16 @@ struct Quantize {
 
   template <int32 threads>
   __forceinline__ void butterfly_across() {
-    const bool upper = (thread() & threads) != 0;
+    // A product with one rounds nothing: the sum and the difference in one instruction.
+    const float sign = (thread() & threads) != 0 ? -1.0f : 1.0f;
 #pragma unroll
     for (int32 i = 0; i < count; ++i) {
-      const float other = __shfl_xor_sync(0xffffffffu, x[i], threads);
-      x[i] = upper ? other - x[i] : other + x[i];
+      x[i] = fmaf(x[i], sign, __shfl_xor_sync(0xffffffffu, x[i], threads));
     }
   }
 
-  // Without the norm.
+  // Without the norm, and the signs, which loads have turned.
   __forceinline__ void rotate() {
-#pragma unroll
-    for (int32 j = 0; j < pieces; ++j) {
-      const uint32 signs = params.signs.word[j] >> (8 * thread());
-#pragma unroll
-      for (int32 e = 0; e < 8; ++e) {
-        x[8 * j + e] =
-            __uint_as_float(__float_as_uint(x[8 * j + e]) ^ ((signs << (31 - e)) & 0x80000000u));
-      }
-    }
     constexpr int32 block_columns = core::rotation_block(C.columns);
     butterfly_inside<1>();
     butterfly_inside<2>();
@@ -223,31 +256,45 @@ struct Quantize {
     if constexpr (C.pass == QuantizePass::apply) {
       // Infinities become NaN here, too.
       largest_of_block();
-      bits = params.largest[batch * params.largest_stride[0] + head * params.largest_stride[1]];
+      bits = params.largest[sequence * params.largest_stride[0] + head * params.largest_stride[1]];
     } else {
       bits = largest_of_block();
     }
-    return core::block_scale(__uint_as_float(bits));
+    return core::block_scale(__uint_as_float(bits), C.to);
   }
 
-  __forceinline__ void store_scale(float scale) {
+  // The scale that the elements have already.
+  __forceinline__ float given_scale() const {
+    if constexpr (!C.scaled) return 1.0f;
+    return params
+        .scale[sequence * params.scale_stride[0] +
+               head / params.scale_heads * params.scale_stride[1] + block * params.scale_stride[2]];
+  }
+
+  __forceinline__ void store_scale(float shift) {
     const bool writes = static_cast<int32>(threadIdx.x) % (4 * scale_block) == 0;
     if (!writes || block >= params.blocks) return;
+    const float scale = real_block ? shift * given_scale() : 1.0f;
     const int64 place = (static_cast<int64>(batch) * params.heads + head) * params.blocks + block;
     // Blocks between packed sequences may be read, but not used.
     if (params.q_scale != nullptr) {
-      params.q_scale[place] = real_block ? scale : 1.0f;
+      params.q_scale[place] = scale;
     } else {
-      store_key_scale(params.key_scale[place], real_block ? scale : 1.0f);
+      store_key_scale(params.key_scale[place], scale);
     }
   }
 
   __forceinline__ static void store_key_scale(KeyScale& to, float scale) {
     if constexpr (C.transpose) {
-      // A power of two: its logarithm and inverse are exact.
-      const int32 exponent = static_cast<int32>(__float_as_uint(scale) >> 23) - 127;
-      to.v_log2 = static_cast<float>(exponent);
+      if constexpr (C.scaled) {
+        to.v_log2 = log2_approximate(scale);
+      } else {
+        // A power of two: its logarithm and inverse are exact.
+        const int32 exponent = static_cast<int32>(__float_as_uint(scale) >> 23) - 127;
+        to.v_log2 = static_cast<float>(exponent);
+      }
       to.v_inverse = 1.0f / scale;
+      to.v = scale;
     } else {
       to.k = scale;
     }
@@ -262,18 +309,25 @@ struct Quantize {
     store_key_scale(*behind, 1.0f);
   }
 
+  __forceinline__ static uint32 pack(float x0, float x1, float x2, float x3) {
+    if constexpr (C.to == DType::e4m3) return pack_e4m3x4(x0, x1, x2, x3);
+    return pack_e5m2x2(x0, x1) | static_cast<uint32>(pack_e5m2x2(x2, x3)) << 16;
+  }
+
   __forceinline__ uint2 convert(int32 j, float by) const {
     const float* y = x + 8 * j;
-    return {pack_e4m3x4(y[0] * by, y[1] * by, y[2] * by, y[3] * by),
-            pack_e4m3x4(y[4] * by, y[5] * by, y[6] * by, y[7] * by)};
+    return {pack(y[0] * by, y[1] * by, y[2] * by, y[3] * by),
+            pack(y[4] * by, y[5] * by, y[6] * by, y[7] * by)};
   }
 
   __forceinline__ void store_rows(float by) {
     if (!real_row) return;
-    uint8* to = params.codes + ((batch * params.rows + row) * params.heads + head) * C.columns +
+    uint8* to = params.codes +
+                ((batch * params.rows + row) * params.heads + head) * params.code_columns +
                 8 * thread();
 #pragma unroll
     for (int32 j = 0; j < pieces; ++j) {
+      if (32 * j + 8 * thread() >= params.code_columns) break;
       *reinterpret_cast<uint2*>(to + 32 * j) = convert(j, by);
     }
   }
@@ -292,25 +346,25 @@ struct Quantize {
     }
     __syncthreads();
     // 16 keys of 4 columns at a time; eight threads side by side fill a line.
-    constexpr int32 chunks = core::quantize_rows / 16;
+    constexpr int32 chunks = rows / 16;
     const int64 keys = static_cast<int64>(params.blocks) * scale_block;
     const int32 first_block = block - block_of_cta();
     for (int32 i = static_cast<int32>(threadIdx.x); i < C.columns / 4 * chunks;
-         i += core::quantize_threads) {
+         i += core::quantize_threads(C)) {
       const int32 chunk = i / 4 % chunks;
       const int32 word = i / (4 * chunks) * 4 + i % 4;
       uint32 out[4][4];  // [column][word of 4 keys]
 #pragma unroll
       for (int32 q = 0; q < 4; ++q) {
-        uint32 rows[4];
+        uint32 key[4];
 #pragma unroll
         for (int32 e = 0; e < 4; ++e) {
-          rows[e] = shared.codes[place(16 * chunk + core::value_key(4 * q + e), word)];
+          key[e] = shared.codes[place(16 * chunk + core::value_key(4 * q + e), word)];
         }
-        const uint32 a = permute_bytes<0x5140>(rows[0], rows[1]);
-        const uint32 b = permute_bytes<0x5140>(rows[2], rows[3]);
-        const uint32 c = permute_bytes<0x7362>(rows[0], rows[1]);
-        const uint32 d = permute_bytes<0x7362>(rows[2], rows[3]);
+        const uint32 a = permute_bytes<0x5140>(key[0], key[1]);
+        const uint32 b = permute_bytes<0x5140>(key[2], key[3]);
+        const uint32 c = permute_bytes<0x7362>(key[0], key[1]);
+        const uint32 d = permute_bytes<0x7362>(key[2], key[3]);
         out[0][q] = permute_bytes<0x5410>(a, b);
         out[1][q] = permute_bytes<0x7632>(a, b);
         out[2][q] = permute_bytes<0x5410>(c, d);
@@ -332,13 +386,18 @@ struct Quantize {
 
   __forceinline__ void run() {
     find_rows();
+    if constexpr (C.pass == QuantizePass::scales) {
+      store_scale(1.0f);
+      store_slack();
+      return;
+    }
     load();
     if constexpr (C.rotate) rotate();
     if constexpr (C.pass == QuantizePass::measure) {
       const uint32 bits = largest_of_block();
       if (static_cast<int32>(threadIdx.x) % (4 * scale_block) == 0 && real_block) {
         atomicMax(
-            params.largest + batch * params.largest_stride[0] + head * params.largest_stride[1],
+            params.largest + sequence * params.largest_stride[0] + head * params.largest_stride[1],
             bits);
       }
     } else {

@@ -10,6 +10,7 @@
 
 #include "fovea/fovea.h"
 #include "fovea/fovea.hpp"
+#include "fovea/fp8.hpp"
 #include "runtime/tensor.h"
 #include "runtime/text.h"
 
@@ -19,6 +20,10 @@ struct fovea_plan {
 
 struct fovea_backward_plan {
   fovea::BackwardPlan plan;
+};
+
+struct fovea_quantize_plan {
+  fovea::QuantizePlan plan;
 };
 
 namespace {
@@ -121,11 +126,29 @@ fovea_gradients default_gradients() {
   return gradients;
 }
 
+fovea_quantization default_quantization() {
+  fovea_quantization quantization;
+  std::memset(&quantization, 0, sizeof quantization);
+  quantization.dtype = FOVEA_E4M3;
+  quantization.scales = FOVEA_FP8_SCALES_BLOCK;
+  quantization.rotate = 1;
+  return quantization;
+}
+
 fovea_options default_options() {
   fovea_options options;
   std::memset(&options, 0, sizeof options);
   options.size = sizeof options;
+  options.quantization = default_quantization();
+  options.promote_keys = -1;
   return options;
+}
+
+fovea_quantized default_quantized() {
+  fovea_quantized operands;
+  std::memset(&operands, 0, sizeof operands);
+  operands.size = sizeof operands;
+  return operands;
 }
 
 // An enumerator from a C caller may hold any int; reading it as an enum would be undefined.
@@ -176,7 +199,11 @@ fovea::Problem to_problem(const fovea_problem* given) {
                  {"bias", from.bias, problem.bias},
                  {"mask", from.mask, problem.mask},
                  {"sink", from.sink, problem.sink},
-                 {"alibi", from.alibi, problem.alibi}};
+                 {"alibi", from.alibi, problem.alibi},
+                 {"q_scale", from.q_scale, problem.q_scale},
+                 {"k_scale", from.k_scale, problem.k_scale},
+                 {"v_scale", from.v_scale, problem.v_scale},
+                 {"key_scale", from.key_scale, problem.key_scale}};
   for (const auto& tensor : tensors) tensor.to = to_tensor(tensor.name, tensor.from);
   const struct {
     const char* name;
@@ -213,6 +240,24 @@ fovea::Gradients to_gradients(const fovea_gradients* given) {
           to_tensor("dbias", from.dbias)};
 }
 
+fovea::Quantization to_quantization(const fovea_quantization& from) {
+  return {to_dtype("quantization", from.dtype),
+          to_enum("quantization", ".scales", from.scales, fovea::Fp8Scales::block),
+          from.rotate != 0, from.seed};
+}
+
+fovea::Quantized to_quantized(const fovea_quantized* given) {
+  const fovea_quantized from = import_structure("operands", given, default_quantized(),
+                                                offsetof(fovea_quantized, key_scale));
+  return {to_tensor("q", from.q),
+          to_tensor("q_scale", from.q_scale),
+          to_tensor("k", from.k),
+          to_tensor("v", from.v),
+          to_tensor("key_scale", from.key_scale),
+          to_tensor("k_scale", from.k_scale),
+          to_tensor("v_scale", from.v_scale)};
+}
+
 fovea::Options to_options(const fovea_options* given) {
   if (given == nullptr) return {};
   const fovea_options from =
@@ -223,6 +268,11 @@ fovea::Options to_options(const fovea_options* given) {
   options.softmax = to_enum("options", ".softmax", from.softmax, fovea::Softmax::sum_guard);
   options.own_workspace = from.own_workspace != 0;
   if (from.configuration != nullptr) options.configuration = from.configuration;
+  if (from.eight_bits != 0) {
+    fovea::EightBits bits{.quantization = to_quantization(from.quantization)};
+    if (from.promote_keys >= 0) bits.promote_keys = from.promote_keys;
+    options.eight_bits = bits;
+  }
   return options;
 }
 
@@ -253,6 +303,17 @@ void write_text(const std::string& text, char* buffer, std::size_t capacity, std
 void require_workspace(const void* workspace, std::size_t bytes, const char* sizing_function) {
   require(workspace != nullptr || bytes == 0, "workspace is null but workspace_bytes is ", bytes,
           "; pass as many bytes as ", sizing_function, " says");
+}
+
+fovea_tensor from_tensor(const fovea::Tensor& tensor) {
+  fovea_tensor result;
+  std::memset(&result, 0, sizeof result);
+  result.data = tensor.data;
+  result.dtype = static_cast<fovea_dtype>(tensor.dtype);
+  result.present = tensor.present ? 1 : 0;
+  std::copy(tensor.shape.begin(), tensor.shape.end(), result.shape);
+  std::copy(tensor.stride.begin(), tensor.stride.end(), result.stride);
+  return result;
 }
 
 // The helpers that make tensors report no error; validation finds an absurd dtype or shape.
@@ -352,6 +413,77 @@ fovea_status fovea_attention(const fovea_problem* problem, const fovea_options* 
     fovea::Statistics counts;
     fovea::attention(to_problem(problem), to_options(options), &counts);
     write_statistics(statistics, size, counts);
+  });
+}
+
+fovea_quantization fovea_quantization_default(void) { return default_quantization(); }
+
+fovea_status fovea_quantize_plan_create(const fovea_problem* problem,
+                                        const fovea_quantization* quantization,
+                                        fovea_value_layout values, const fovea_options* options,
+                                        fovea_quantize_plan** plan) {
+  return guarded([&] {
+    require_pointer("plan", plan);
+    *plan = nullptr;
+    require_pointer("quantization", quantization);
+    *plan = new fovea_quantize_plan{fovea::plan_quantize(
+        to_problem(problem), to_quantization(*quantization),
+        to_enum("values", "", values, fovea::ValueLayout::rows), to_options(options))};
+  });
+}
+
+void fovea_quantize_plan_destroy(fovea_quantize_plan* plan) { delete plan; }
+
+fovea_status fovea_quantize_plan_workspace_bytes(const fovea_quantize_plan* plan, size_t* bytes) {
+  return guarded([&] {
+    require_pointer("plan", plan);
+    require_pointer("bytes", bytes);
+    *bytes = plan->plan.workspace_bytes();
+  });
+}
+
+fovea_status fovea_quantize_plan_operands(const fovea_quantize_plan* plan,
+                                          fovea_quantized* operands, size_t size) {
+  return guarded([&] {
+    require_pointer("plan", plan);
+    const fovea::Quantized from = plan->plan.operands();
+    const fovea_quantized value{size,
+                                from_tensor(from.q),
+                                from_tensor(from.q_scale),
+                                from_tensor(from.k),
+                                from_tensor(from.v),
+                                from_tensor(from.key_scale),
+                                from_tensor(from.k_scale),
+                                from_tensor(from.v_scale)};
+    export_structure("operands", operands, size, value);
+  });
+}
+
+fovea_status fovea_quantize_plan_run(const fovea_quantize_plan* plan, const fovea_problem* problem,
+                                     const fovea_quantized* to, void* workspace,
+                                     size_t workspace_bytes) {
+  return guarded([&] {
+    require_pointer("plan", plan);
+    require_workspace(workspace, workspace_bytes, "fovea_quantize_plan_workspace_bytes");
+    plan->plan.run(to_problem(problem), to_quantized(to),
+                   {static_cast<std::byte*>(workspace), workspace_bytes});
+  });
+}
+
+fovea_status fovea_problem_attend(fovea_problem* problem, const fovea_quantized* operands) {
+  return guarded([&] {
+    const fovea::Problem changed = fovea::attend(to_problem(problem), to_quantized(operands));
+    require(problem->size >= sizeof(fovea_problem), "problem->size is ", problem->size,
+            "; quantised operands need a problem of ", sizeof(fovea_problem), " bytes");
+    problem->q = from_tensor(changed.q);
+    problem->k = from_tensor(changed.k);
+    problem->v = from_tensor(changed.v);
+    problem->q_scale = from_tensor(changed.q_scale);
+    problem->k_scale = from_tensor(changed.k_scale);
+    problem->v_scale = from_tensor(changed.v_scale);
+    problem->key_scale = from_tensor(changed.key_scale);
+    problem->softmax_scale = *changed.softmax_scale;
+    problem->has_softmax_scale = 1;
   });
 }
 

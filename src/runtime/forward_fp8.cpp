@@ -47,6 +47,11 @@ MapSwizzle swizzle_of(int32 pattern) {
   return pattern == 128 ? MapSwizzle::b128 : pattern == 64 ? MapSwizzle::b64 : MapSwizzle::b32;
 }
 
+// Steps of codes as rows: those given, or those of dense ones.
+CodeSteps steps_or(const CodeSteps& given, int64 rows, int64 columns, int64 heads) {
+  return given.row != 0 ? given : CodeSteps{rows * heads * columns, heads * columns, columns};
+}
+
 // What the copy engine can write: as forward_gpu.cpp asks of 16-bit tensors.
 bool suits_copy_engine(const core::View& out, const int64 (&extent)[3], int64 columns) {
   if (reinterpret_cast<DeviceAddress>(out.data) % 16 != 0 || core::size_bytes(out.dtype) != 2) {
@@ -78,15 +83,15 @@ std::vector<std::string> forward_fp8_supports(const Problem& p, std::string_view
   refuse(static_cast<bool>(p.mask), "it has no mask tensor");
   refuse(static_cast<bool>(p.alibi), "it has no ALiBi");
   refuse(p.dropout.probability > 0.0f, "it has no dropout");
-  refuse(p.is_paged(), "it has no paged keys");
   refuse(p.num_splits > 1, "it does not split keys but num_splits is " +
                                std::to_string(p.num_splits) + ", so leave it 0");
   return reasons;
 }
 
-FwdConfig choose_forward_fp8(const Problem& p, core::SoftmaxPolicy softmax, int64 promote_keys) {
+FwdConfig choose_forward_fp8(const Problem& p, core::SoftmaxPolicy softmax, int64 promote_keys,
+                             DType codes) {
   FwdConfig c;
-  c.dtype = DType::e4m3;
+  c.dtype = codes;
   c.out_dtype = p.out.dtype;
   c.head_dim = core::fp8_columns(p.head_dim);
   c.head_dim_v = core::round_up(p.head_dim_v, 16);
@@ -138,9 +143,10 @@ std::string forward_fp8_text(const FwdConfig& config) {
   KernelSource source;
   source.include = "device/fwd_fp8_sm90.cuh";
   source.instructions = {
-      wgmma_text({.n = config.tile_k, .a = DType::e4m3, .b = DType::e4m3}, "fwd_scores"),
+      wgmma_text({.n = config.tile_k, .a = config.dtype, .b = config.dtype}, "fwd_scores"),
+      // Weights are e4m3 whatever the values are.
       wgmma_text(
-          {.n = config.head_dim_v, .a = DType::e4m3, .b = DType::e4m3, .a_in_registers = true},
+          {.n = config.head_dim_v, .a = DType::e4m3, .b = config.dtype, .a_in_registers = true},
           "fwd_output")};
   source.call = "fovea::device::fwd_fp8<" + forward_expression(config) + ">";
   source.params = "fovea::core::FwdFp8Params";
@@ -148,12 +154,14 @@ std::string forward_fp8_text(const FwdConfig& config) {
   return kernel_text(source);
 }
 
-ForwardFp8Kernel::ForwardFp8Kernel(Device& device, const FwdConfig& config, Jit& jit)
+ForwardFp8Kernel::ForwardFp8Kernel(Device& device, const FwdConfig& config, Jit& jit,
+                                   bool tolerates_spills)
     : device_(device), config_(config) {
   CompileRequest request;
   request.text = forward_fp8_text(config);
   request.arch = device.properties().arch;
   request.format = device.properties().image_format;
+  request.strict = !tolerates_spills;
   compiled_ = jit.compile(request);
   kernel_ = device.load(compiled_.image->bytes, kernel_entry);
 }
@@ -167,28 +175,26 @@ void ForwardFp8Kernel::run(const ForwardCall& call, const Fp8Operands& operands,
   if (tiles.ctas == 0) return;
 
   const int32 pattern = core::pattern_bytes(config_.head_dim);
-  const int64 q_row = int64{l.heads_q} * l.columns;
-  const int64 k_row = int64{l.heads_kv} * l.columns;
-  params.q = encode(
-      device_, MapType::u8, 1, operands.q,
-      {{l.columns, 1}, {l.rows_q, q_row}, {l.heads_q, l.columns}, {l.batches_q, l.rows_q * q_row}},
-      pattern, core::rows_of(config_), swizzle_of(pattern));
+  const CodeSteps q = steps_or(operands.q_steps, l.rows_q, l.columns, l.heads_q);
+  const CodeSteps k = steps_or(operands.k_steps, l.rows_k, l.columns, l.heads_kv);
+  params.q =
+      encode(device_, MapType::u8, 1, operands.q,
+             {{l.columns, 1}, {l.rows_q, q.row}, {l.heads_q, q.head}, {l.batches_q, q.batch}},
+             pattern, core::rows_of(config_), swizzle_of(pattern));
   params.k = params.v = params.q;
   if (l.k_bytes > 0) {
-    params.k = encode(device_, MapType::u8, 1, operands.k,
-                      {{l.columns, 1},
-                       {l.rows_k, k_row},
-                       {l.heads_kv, l.columns},
-                       {l.batches_k, l.rows_k * k_row}},
-                      pattern, config_.tile_k, swizzle_of(pattern));
+    params.k =
+        encode(device_, MapType::u8, 1, operands.k,
+               {{l.columns, 1}, {l.rows_k, k.row}, {l.heads_kv, k.head}, {l.batches_k, k.batch}},
+               pattern, config_.tile_k, swizzle_of(pattern));
     const int32 pattern_v = core::pattern_bytes(config_.tile_k);
     const int64 keys = l.blocks_k * core::scale_block;
-    params.v = encode(device_, MapType::u8, 1, operands.v,
-                      {{keys, 1},
-                       {l.columns_v, keys},
-                       {l.heads_kv, keys * l.columns_v},
-                       {l.batches_k, keys * l.columns_v * l.heads_kv}},
-                      pattern_v, config_.head_dim_v, swizzle_of(pattern_v));
+    CodeSteps v = operands.v_steps;
+    if (v.row == 0) v = {keys * l.columns_v * l.heads_kv, keys, keys * l.columns_v};
+    params.v =
+        encode(device_, MapType::u8, 1, operands.v,
+               {{keys, 1}, {l.columns_v, v.row}, {l.heads_kv, v.head}, {l.batches_k, v.batch}},
+               pattern_v, config_.head_dim_v, swizzle_of(pattern_v));
   }
   if (config_.tma_out) {
     params.out_map = encode(device_, p.out.dtype == DType::bf16 ? MapType::bf16 : MapType::f16, 2,
@@ -200,9 +206,9 @@ void ForwardFp8Kernel::run(const ForwardCall& call, const Fp8Operands& operands,
                             core::panel_columns, 64, MapSwizzle::b128);
   }
   params.k_rows.data = reinterpret_cast<const core::uint16*>(operands.k);
-  params.k_rows.stride[0] = l.rows_k * k_row;
-  params.k_rows.stride[1] = k_row;
-  params.k_rows.stride[2] = l.columns;
+  params.k_rows.stride[0] = k.batch;
+  params.k_rows.stride[1] = k.row;
+  params.k_rows.stride[2] = k.head;
   params.q_scale = reinterpret_cast<const float*>(operands.q_scale);
   params.q_scale_stride[0] = l.blocks_q * l.heads_q;
   params.q_scale_stride[1] = l.blocks_q;

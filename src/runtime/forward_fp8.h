@@ -19,10 +19,10 @@ namespace fovea::runtime {
 // The dtype, address and layout of q, k and v do not count: they are quantised first.
 std::vector<std::string> forward_fp8_supports(const core::Problem& problem, std::string_view arch);
 
-// A configuration for a problem that forward_fp8_supports() accepts. promote_keys: how many keys
-// the tensor cores may sum by themselves; 0: all of them.
+// A configuration for a problem that forward_fp8_supports() accepts, its pages gathered.
+// promote_keys: how many keys the tensor cores may sum by themselves; 0: all of them.
 core::FwdConfig choose_forward_fp8(const core::Problem& problem, core::SoftmaxPolicy softmax,
-                                   core::int64 promote_keys);
+                                   core::int64 promote_keys, core::DType codes = core::DType::e4m3);
 
 // The translation unit of a configuration.
 std::string forward_fp8_text(const core::FwdConfig& config);
@@ -30,8 +30,10 @@ std::string forward_fp8_text(const core::FwdConfig& config);
 // A compiled and loaded fp8 forward kernel. Its device must outlive it.
 class ForwardFp8Kernel {
  public:
-  // Throws CompileError, Unsupported (no compiler) or DeviceError.
-  ForwardFp8Kernel(Device& device, const core::FwdConfig& config, Jit& jit = default_jit());
+  // Throws CompileError, also where ptxas spills unless that is tolerated, Unsupported (no
+  // compiler) or DeviceError.
+  ForwardFp8Kernel(Device& device, const core::FwdConfig& config, Jit& jit = default_jit(),
+                   bool tolerates_spills = false);
 
   // Puts one launch into the stream. The call's views of q, k and v are not used.
   void run(const ForwardCall& call, const Fp8Operands& operands, Stream stream = {}) const;

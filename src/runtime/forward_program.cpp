@@ -1,6 +1,7 @@
 #include "runtime/forward_program.h"
 
 #include "runtime/devices.h"
+#include "runtime/eight_bits.h"
 #include "runtime/forward_gpu.h"
 #include "runtime/forward_tuning.h"
 #include "runtime/plan.h"
@@ -64,7 +65,11 @@ std::shared_ptr<const ForwardKernel> fitting_kernel(Device& device, const Forwar
 }  // namespace
 
 std::vector<std::string> supports(const core::Problem& problem, const GpuTarget& target) {
-  return forward_supports(problem, target.arch);
+  std::vector<std::string> reasons = forward_supports(problem, target.arch);
+  if (in_eight_bits(problem, target.options)) {
+    reasons.emplace_back("its 16-bit kernel does not compute in 8 bits");
+  }
+  return reasons;
 }
 
 std::shared_ptr<const GpuProgram> prepare(const core::Problem& problem, Device& device,

@@ -11,7 +11,7 @@ std::shared_ptr<const GpuProgram> prepare(const core::Problem& problem, Device& 
                                           const Options& options);
 }  // namespace forward_program
 
-inline constexpr GpuKernel forward_kernel{"forward", forward_program::supports,
+inline constexpr GpuKernel forward_kernel{"forward", false, forward_program::supports,
                                           forward_program::prepare};
 
 }  // namespace fovea::runtime

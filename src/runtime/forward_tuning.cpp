@@ -5,7 +5,9 @@
 #include <charconv>
 
 #include "core/config_sm100.h"
+#include "core/fp8.h"
 #include "fovea/device.hpp"
+#include "runtime/eight_bits.h"
 #include "runtime/plan.h"
 #include "runtime/problem.h"
 #include "runtime/staging.h"
@@ -88,12 +90,23 @@ void set_field(Config& config, std::string_view name, std::string_view value) {
 // table fits 24 with two computing warpgroups and 32 with three.
 constexpr int32 other_registers(const FwdConfig& c) { return c.warpgroups == 3 ? 32 : 24; }
 
+std::string objection_in_eight_bits(const FwdConfig& c) {
+  if (c.tile_k % core::scale_block != 0) return "tile_k is a multiple of 32 in 8 bits";
+  if (!c.out_apart && c.promote > 0) return "out is staged where the sums were, so out_apart is 1";
+  const int32 bytes = core::fp8_shared_bytes(c);
+  if (bytes > core::shared_limit_bytes) {
+    return text("it needs ", bytes, " bytes of shared memory of ", core::shared_limit_bytes);
+  }
+  return {};
+}
+
 std::string objection(const FwdConfig& c) {
   if (c.warpgroups < 2 || c.warpgroups > 3) return "it has 2 or 3 warpgroups";
   if (c.tile_k < 16 || c.tile_k > 256 || c.tile_k % 16 != 0) {
     return "tile_k is a multiple of 16 in 16..256";
   }
   if (c.stages < 2 || c.stages > 8) return "it has 2 to 8 stages";
+  if (core::is_eight_bit(c.dtype)) return objection_in_eight_bits(c);
   if (!c.out_apart && c.head_dim < c.head_dim_v) return "out does not fit where q was";
   if (c.q_stages < 1 || c.q_stages > 2) return "it has 1 or 2 stages of q";
   if (c.q_stages == 2 && !c.persistent) return "a CTA with one tile needs one stage of q";
@@ -328,6 +341,10 @@ Target target_for(const Problem& problem, const Options& options, std::string_vi
   const Problem there = problem.memory == Memory::host ? staged_layout(problem) : problem;
   const core::Problem seen =
       translate(there, {validated.batch, validated.seqlen_q, validated.seqlen_k});
+  if (in_eight_bits(validated, options)) {
+    throw Unsupported(
+        "the model has 16-bit kernels alone; a plan for device emulated:sm_90a explains 8 bits");
+  }
   const std::vector<std::string> reasons = forward_supports(seen, gpu->arch);
   if (!reasons.empty()) {
     throw Unsupported(

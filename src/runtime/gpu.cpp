@@ -5,6 +5,7 @@
 
 #include "runtime/devices.h"
 #include "runtime/forward_program.h"
+#include "runtime/fp8_program.h"
 #include "runtime/tensor.h"
 #include "runtime/text.h"
 
@@ -71,7 +72,10 @@ Selection select(const Problem& problem, const core::Problem& validated, const G
   const bool suits = std::ranges::all_of(streamed(), [&](const Argument& argument) {
     return copy_engine_objection(problem.*argument.tensor).empty();
   });
-  if (suits || (in_place.kernel != nullptr && !prefers_copies(validated))) return in_place;
+  const bool any_layout = in_place.kernel != nullptr && in_place.kernel->any_layout;
+  if (suits || any_layout || (in_place.kernel != nullptr && !prefers_copies(validated))) {
+    return in_place;
+  }
   Selection after_copies = select(copied(problem, validated), target);
   if (after_copies.kernel == nullptr) return in_place;
   after_copies.copies = true;
@@ -90,7 +94,7 @@ std::shared_ptr<const CopyKernel> copy_kernel_for(Device& device, const Tensor& 
 }  // namespace
 
 std::span<const GpuKernel> gpu_kernels() {
-  static constexpr std::array kernels{forward_kernel};
+  static constexpr std::array kernels{fp8_kernel, forward_kernel};
   return kernels;
 }
 
@@ -111,6 +115,7 @@ GpuPlan::GpuPlan(Device& device, const Problem& problem, const core::Problem& va
   total_bytes_ = aligned(scratch_offset_ + program_->scratch_bytes());
   for (const Argument& argument : std::span(arguments).first(4)) {  // out is written by it
     const Tensor& tensor = problem.*argument.tensor;
+    if (selection.kernel->any_layout && !argument.is_output) continue;
     if (copy_engine_objection(tensor).empty()) {
       engine_read_.push_back(&argument);
       continue;

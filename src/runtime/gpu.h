@@ -49,6 +49,7 @@ struct GpuTarget {
 
 struct GpuKernel {
   std::string_view name;
+  bool any_layout = false;  // of q, k and v; otherwise they are copied to where that pays
   // Reasons against the problem, as clauses that say what would help.
   std::vector<std::string> (*supports)(const core::Problem& problem, const GpuTarget& target);
   std::shared_ptr<const GpuProgram> (*prepare)(const core::Problem& problem, Device& device,

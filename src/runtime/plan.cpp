@@ -1,8 +1,11 @@
 #include "runtime/plan.h"
 
+#include <cstdint>
 #include <memory>
 
+#include "cpu/quantize.h"
 #include "runtime/devices.h"
+#include "runtime/eight_bits.h"
 #include "runtime/gpu.h"
 #include "runtime/staging.h"
 #include "runtime/tensor.h"
@@ -13,27 +16,51 @@ namespace {
 
 std::vector<std::string> cpu_supports(Device, const Request& request) {
   std::vector<std::string> reasons;
-  const core::DType dtype = request.validated.q.dtype;
+  if (in_eight_bits(request.validated, request.options)) {
+    reasons = quantization_objections(request.validated);
+  }
   if (request.given.memory != Memory::host) {
     reasons.emplace_back("it computes in host memory and the problem is in device memory");
-  }
-  if (dtype == core::DType::e4m3 || dtype == core::DType::e5m2) {
-    reasons.push_back(text("it computes f32, bf16 and f16 but q, k and v are ",
-                           static_cast<DType>(dtype), ", so convert them to one of those"));
   }
   return reasons;
 }
 
+constexpr std::size_t widened_alignment = 64;
+
+// Where operands in fp32 go, which are in front of the engine's own memory.
+std::byte* widened_place(std::byte* workspace) {
+  const auto address = reinterpret_cast<std::uintptr_t>(workspace);
+  return workspace + (widened_alignment - address % widened_alignment) % widened_alignment;
+}
+
+// The engine computes in fp32 whatever 8 bits stand for.
+core::Problem as_computed(const Plan::Choice& choice, const core::Problem& problem,
+                          std::byte* workspace) {
+  return choice.widened_bytes == 0 ? problem : cpu::widened(problem, widened_place(workspace));
+}
+
 void configure_cpu(Plan::Choice& choice, const Request& request) {
-  choice.cpu = cpu::configure_forward(choice.problem, request.options.threads,
-                                      softmax_policy(request.options.softmax));
-  choice.workspace_bytes = choice.cpu.workspace_bytes;
+  if (in_eight_bits(choice.problem, request.options)) {
+    choice.quantize =
+        quantize_options(request.options.eight_bits.value_or(EightBits{}).quantization);
+    choice.widened_bytes = cpu::widened_bytes(choice.problem) + widened_alignment;
+  }
+  // Any aligned address stands for that of the workspace.
+  auto* const anywhere = reinterpret_cast<std::byte*>(widened_alignment);
+  choice.cpu =
+      cpu::configure_forward(as_computed(choice, choice.problem, anywhere), request.options.threads,
+                             softmax_policy(request.options.softmax));
+  choice.workspace_bytes = choice.widened_bytes + choice.cpu.workspace_bytes;
 }
 
 void run_cpu(const Plan::Choice& choice, const Problem&, const core::Problem& validated,
              std::span<std::byte> workspace, Statistics* statistics) {
   cpu::ForwardStatistics counts;
-  cpu::forward(validated, choice.cpu, workspace.data(), counts);
+  if (choice.widened_bytes > 0) {
+    cpu::widen(validated, choice.quantize, widened_place(workspace.data()), choice.cpu.threads);
+  }
+  cpu::forward(as_computed(choice, validated, workspace.data()), choice.cpu,
+               workspace.data() + choice.widened_bytes, counts);
   if (statistics == nullptr) return;
   statistics->tiles_full = counts.tiles_full;
   statistics->tiles_partial = counts.tiles_partial;
@@ -69,7 +96,9 @@ std::string explain_cpu(const Plan::Choice& choice) {
       "keys       ", keys, "\n",                                                            //
       "splits     ", explain_splits(choice.problem, config.splits), "\n",                   //
       "products   ", config.bf16_products ? "bf16 dot-product instructions\n" : "fp32\n",   //
-      "softmax    ", policy_name(config.softmax), "\n",                                     //
+      "operands   ",
+      choice.widened_bytes == 0 ? "as they are\n" : "of 8 bits, brought into fp32 first\n",  //
+      "softmax    ", policy_name(config.softmax), "\n",                                      //
       "workspace  ", choice.workspace_bytes, " bytes, of which ", config.thread_workspace_bytes,
       " per thread\n");
 }
@@ -147,6 +176,7 @@ void check_options(const Options& options) {
           static_cast<int>(options.softmax), ", which is no fovea::Softmax");
   require(options.threads >= 0 && options.threads <= max_threads, "options.threads is ",
           options.threads, "; it must lie in 0..", max_threads, ", where 0 is the OpenMP default");
+  if (options.eight_bits) check_eight_bits(*options.eight_bits);
 }
 
 namespace {

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/fp8.h"
 #include "core/types.h"
 #include "cpu/attention.h"
 #include "fovea/fovea.hpp"
@@ -66,6 +67,8 @@ struct Plan::Choice {
   std::array<Tensor, arguments.size()> signature;  // shapes and dtypes as planned
   Memory memory = Memory::host;
   cpu::ForwardConfig cpu;                       // on the CPU
+  core::QuantizeOptions quantize;               // there, of 8-bit problems
+  std::size_t widened_bytes = 0;                // of their operands in fp32; 0: others
   std::shared_ptr<const runtime::GpuPlan> gpu;  // on a GPU
   std::size_t workspace_bytes = 0;
   std::vector<Refusal> refusals;

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <limits>
 
+#include "core/fp8.h"
 #include "core/mask.h"
 #include "runtime/lengths.h"
 #include "runtime/tensor.h"
@@ -57,11 +58,20 @@ void check_dtypes(const Problem& problem) {
                {arguments[5], quantized ? f32 : f32 | same},
                {arguments[6], only(DType::boolean)},
                {arguments[7], f32},
-               {arguments[8], f32}};
+               {arguments[8], f32},
+               {arguments[9], f32},
+               {arguments[10], f32},
+               {arguments[11], f32},
+               {arguments[12], f32}};
   for (const auto& [argument, allowed] : rules) {
     const Tensor& tensor = problem.*argument.tensor;
     require(!tensor.present || allowed.has(tensor.dtype), argument.name, " has dtype ",
             tensor.dtype, "; with q in ", inputs, " it must be ", allowed);
+  }
+  for (const Argument& argument : std::span(arguments).subspan(9)) {
+    require(quantized || !(problem.*argument.tensor).present, argument.name,
+            " is present but q, k and v are ", inputs,
+            "; scales belong to e4m3 and e5m2, so leave it absent");
   }
 }
 
@@ -69,7 +79,8 @@ void check_heads(const Problem& problem) {
   const std::int64_t heads_q = problem.q.shape[2];
   const std::int64_t heads_kv = problem.k.shape[2];
   const std::int64_t head_dim = problem.q.shape[3];
-  const std::int64_t head_dim_v = problem.v.shape[3];
+  const std::array<std::int64_t, 4> values = value_shape(problem);
+  const std::int64_t head_dim_v = values[3];
   require(heads_q > 0, "q has 0 heads (its third extent); it must have at least 1");
   require(heads_kv > 0, "k has 0 heads (its third extent); it must have at least 1");
   require(heads_q % heads_kv == 0, "k has ", heads_kv, " heads but q has ", heads_q,
@@ -81,9 +92,11 @@ void check_heads(const Problem& problem) {
   require(head_dim_v >= 1 && head_dim_v <= max_head_dim_v, "v has head dimension ", head_dim_v,
           "; it must lie in 1..", max_head_dim_v);
   for (std::size_t i = 0; i < 3; ++i) {
-    require(problem.v.shape[i] == problem.k.shape[i], "v has shape ", Tuple{problem.v.shape},
-            " but k has ", Tuple{problem.k.shape},
-            "; they may differ in the head dimension (the last extent) alone");
+    require(values[i] == problem.k.shape[i], "v has shape ", Tuple{problem.v.shape}, " but k has ",
+            Tuple{problem.k.shape},
+            problem.key_scale.present
+                ? "; with key_scale it must be (batch, heads, head_dim, keys padded as quantised)"
+                : "; they may differ in the head dimension (the last extent) alone");
   }
 }
 
@@ -140,12 +153,83 @@ void check_shapes(const Problem& problem, const Extents& extents) {
   constexpr std::array<bool, 4> any{true, true, true, true};
   const std::array<std::int64_t, 4> scores{extents.batch, heads, extents.seqlen_q,
                                            extents.seqlen_k};
-  check_shape(arguments[3], problem, {rows_batch, rows, heads, problem.v.shape[3]}, exact);
+  check_shape(arguments[3], problem, {rows_batch, rows, heads, value_shape(problem)[3]}, exact);
   check_shape(arguments[4], problem, {rows_batch, heads, rows, 1}, exact);
   check_shape(arguments[5], problem, scores, any);
   check_shape(arguments[6], problem, scores, any);
   check_shape(arguments[7], problem, {1, 1, 1, heads}, exact);
   check_shape(arguments[8], problem, {extents.batch, heads, 1, 1}, over_batch);
+}
+
+// Blocks of 32 rows of a side, as core::Fp8Layout counts them.
+std::int64_t row_blocks(const Tensor& rows, std::span<const std::int32_t> cu_seqlens,
+                        std::int64_t batch) {
+  return core::scale_blocks(rows.shape[1], batch, is_given(cu_seqlens));
+}
+
+void check_scale_values(const Argument& argument, const Problem& problem) {
+  const Tensor& scale = problem.*argument.tensor;
+  for (std::int64_t b = 0; b < scale.shape[0]; ++b) {
+    for (std::int64_t h = 0; h < scale.shape[1]; ++h) {
+      for (std::int64_t i = 0; i < scale.shape[2]; ++i) {
+        const float value = static_cast<const float*>(
+            scale.data)[b * scale.stride[0] + h * scale.stride[1] + i * scale.stride[2]];
+        require(value >= std::numeric_limits<float>::min() && value <= 0x1p100f, argument.name,
+                " is ", value, " at (", b, ", ", h, ", ", i,
+                "); a scale must be positive and finite (2^-126 to 2^100)");
+      }
+    }
+  }
+}
+
+// One of q_scale, k_scale and v_scale.
+void check_scale(const Argument& argument, const Problem& problem, const Extents& extents) {
+  const Tensor& scale = problem.*argument.tensor;
+  if (!scale.present) return;
+  const bool queries = argument.tensor == &Problem::q_scale;
+  const Tensor& rows = queries ? problem.q : problem.k;
+  const std::span<const std::int32_t> cu = queries ? problem.cu_seqlens_q : problem.cu_seqlens_k;
+  const auto [sequences, heads, blocks, one] = scale.shape;
+  const bool shared_heads = heads == 1 || heads == problem.k.shape[2];
+  require(one == 1 && (shared_heads || (queries && heads == problem.q.shape[2])), argument.name,
+          " has shape ", Tuple{scale.shape}, "; it must be (sequences or 1, ",
+          queries ? "query heads, " : "", "key/value heads or 1, blocks or 1, 1)");
+  if (blocks == 1) {
+    require(sequences == 1 || sequences == extents.batch, argument.name, " has shape ",
+            Tuple{scale.shape}, " but there are ", extents.batch,
+            " sequences; its first extent must be that or 1");
+  } else {
+    require(queries || !is_paged(problem), argument.name, " has shape ", Tuple{scale.shape},
+            " but k is paged; it must have one scale per sequence and head, a third extent of 1");
+    const std::int64_t right = row_blocks(rows, cu, extents.batch);
+    const std::int64_t first = is_given(cu) ? 1 : extents.batch;
+    require(blocks == right && sequences == first, argument.name, " has shape ", Tuple{scale.shape},
+            "; for each 32 rows it must be ",
+            Tuple{std::array<std::int64_t, 4>{first, heads, right, 1}});
+  }
+  if (problem.memory == Memory::host) check_scale_values(argument, problem);
+}
+
+// k and v as a QuantizePlan writes them.
+void check_key_scale(const Problem& problem, const Extents& extents) {
+  const Tensor& scale = problem.key_scale;
+  if (!scale.present) return;
+  for (const Argument& argument : {arguments[10], arguments[11]}) {
+    require(!(problem.*argument.tensor).present, argument.name,
+            " is present beside key_scale, which holds the scales of k and v; leave it absent");
+  }
+  require(!is_paged(problem),
+          "block_table is given with key_scale; quantised keys are dense or packed");
+  const std::int64_t blocks = row_blocks(problem.k, problem.cu_seqlens_k, extents.batch);
+  const std::int64_t pairs = problem.k.shape[0] * problem.k.shape[2];
+  const std::array<std::int64_t, 4> right{1, 1, pairs * blocks + core::scale_block_slack, 4};
+  require(scale.shape == right && scale.stride[2] == 4 && scale.stride[3] == 1, "key_scale has ",
+          "shape ", Tuple{scale.shape}, " and strides ", Tuple{scale.stride}, "; it must be ",
+          Tuple{right}, " without gaps, as QuantizePlan::operands() gives it");
+  require(problem.v.shape[3] == blocks * core::scale_block && problem.v.stride[3] == 1,
+          "v has shape ", Tuple{problem.v.shape}, " and strides ", Tuple{problem.v.stride},
+          "; with key_scale it must be (batch, heads, head_dim, ", blocks * core::scale_block,
+          "), the last contiguous, as QuantizePlan::operands() gives it");
 }
 
 // A result that is also an input, or whose elements are each other, depends on the order of work.
@@ -162,6 +246,54 @@ void check_overlaps(const Problem& problem) {
               other.name, "; an output must lie apart from every other tensor");
     }
   }
+}
+
+}  // namespace
+
+std::array<std::int64_t, 4> value_shape(const Problem& problem) {
+  if (!problem.key_scale.present) return problem.v.shape;
+  const std::array<std::int64_t, 4>& v = problem.v.shape;
+  return {v[0], problem.k.shape[1], v[1], v[2]};
+}
+
+namespace {
+
+// (sequence, head, block): extents of 1 are shared, and blocks of packed rows by all sequences.
+core::View scale_view(const Tensor& scale) {
+  core::View view = to_view(scale);
+  for (std::size_t i = 0; i < 3; ++i) {
+    if (scale.shape[i] == 1) view.stride[i] = 0;
+  }
+  return view;
+}
+
+// One field of the array of core::KeyScale.
+core::View key_scale_view(const Problem& problem, const Extents& extents, std::int64_t field) {
+  const std::int64_t blocks = row_blocks(problem.k, problem.cu_seqlens_k, extents.batch);
+  core::View view = to_view(problem.key_scale);
+  view.data = static_cast<float*>(view.data) + field;
+  const std::int64_t packed = is_given(problem.cu_seqlens_k) ? 0 : 1;
+  const std::int64_t stride[] = {packed * problem.k.shape[2] * blocks * 4, blocks * 4, 4, 1};
+  for (int i = 0; i < 4; ++i) view.stride[i] = stride[i];
+  return view;
+}
+
+void translate_scales(const Problem& problem, const Extents& extents, core::Problem& result) {
+  result.q_scale = scale_view(problem.q_scale);
+  const std::int64_t heads = problem.q_scale.shape[1];
+  result.q_scale_heads = heads > 1 && heads < result.heads_q ? result.group_size() : 1;
+  if (!problem.key_scale.present) {
+    result.k_scale = scale_view(problem.k_scale);
+    result.v_scale = scale_view(problem.v_scale);
+    return;
+  }
+  result.k_scale = key_scale_view(problem, extents, 0);
+  result.v_scale = key_scale_view(problem, extents, 3);
+  result.v_transposed = true;
+  const core::View v = result.v;  // (batch, head, column, key)
+  result.v.stride[1] = v.stride[3];
+  result.v.stride[2] = v.stride[1];
+  result.v.stride[3] = v.stride[2];
 }
 
 }  // namespace
@@ -185,7 +317,8 @@ core::Problem translate(const Problem& problem, const Extents& extents) {
   result.heads_q = static_cast<core::int32>(problem.q.shape[2]);
   result.heads_kv = static_cast<core::int32>(problem.k.shape[2]);
   result.head_dim = static_cast<core::int32>(problem.q.shape[3]);
-  result.head_dim_v = static_cast<core::int32>(problem.v.shape[3]);
+  result.head_dim_v = static_cast<core::int32>(value_shape(problem)[3]);
+  translate_scales(problem, extents, result);
   if (is_given(problem.cu_seqlens_q)) {
     result.cu_seqlens_q = problem.cu_seqlens_q.data();
     result.total_q = problem.q.shape[1];
@@ -221,6 +354,10 @@ core::Problem validate(const Problem& problem) {
   check_options(problem);
   const Extents extents = check_lengths(problem);
   check_shapes(problem, extents);
+  for (const Argument& argument : std::span(arguments).subspan(9, 3)) {
+    check_scale(argument, problem, extents);
+  }
+  check_key_scale(problem, extents);
   check_overlaps(problem);
   return translate(problem, extents);
 }

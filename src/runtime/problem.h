@@ -20,19 +20,26 @@ struct Argument {
   Tensor Problem::*tensor;
   bool is_output = false;
 };
-inline constexpr std::array<Argument, 9> arguments{{{"q", &Problem::q},
-                                                    {"k", &Problem::k},
-                                                    {"v", &Problem::v},
-                                                    {"out", &Problem::out, true},
-                                                    {"lse", &Problem::lse, true},
-                                                    {"bias", &Problem::bias},
-                                                    {"mask", &Problem::mask},
-                                                    {"sink", &Problem::sink},
-                                                    {"alibi", &Problem::alibi}}};
+inline constexpr std::array<Argument, 13> arguments{{{"q", &Problem::q},
+                                                     {"k", &Problem::k},
+                                                     {"v", &Problem::v},
+                                                     {"out", &Problem::out, true},
+                                                     {"lse", &Problem::lse, true},
+                                                     {"bias", &Problem::bias},
+                                                     {"mask", &Problem::mask},
+                                                     {"sink", &Problem::sink},
+                                                     {"alibi", &Problem::alibi},
+                                                     {"q_scale", &Problem::q_scale},
+                                                     {"k_scale", &Problem::k_scale},
+                                                     {"v_scale", &Problem::v_scale},
+                                                     {"key_scale", &Problem::key_scale}}};
 
 // Throws Error at the first fault. Reads the lengths and, of the block table, the entries in use,
 // where they are in host memory; no tensor data. Allocates nothing unless it throws.
 [[nodiscard]] core::Problem validate(const Problem& problem);
+
+// The shape of v as k has it, whatever its layout.
+[[nodiscard]] std::array<std::int64_t, 4> value_shape(const Problem& problem);
 
 // The same without the checks, for a problem whose extents are known.
 [[nodiscard]] core::Problem translate(const Problem& problem, const Extents& extents);

@@ -30,6 +30,7 @@ std::string_view text_of(QuantizePass pass) {
   switch (pass) {
     case QuantizePass::measure: return "measure";
     case QuantizePass::apply: return "apply";
+    case QuantizePass::scales: return "scales";
     default: return "block";
   }
 }
@@ -45,18 +46,36 @@ bool suits_vectors(const core::View& view, int32 columns) {
   return std::all_of(view.stride, view.stride + 3, [&](int64 s) { return s % unit == 0; });
 }
 
-QuantizeParams operand(const core::View& view, int64 rows, int32 heads, int32 columns, int64 blocks,
-                       const int32* cu_seqlens, int64 sequences) {
+// q, k or v of a problem, with what the kernels need to find its rows and scales.
+QuantizeParams operand(const core::Problem& p, const core::View& view) {
+  const core::Fp8Layout l = core::fp8_layout(p);
+  const bool queries = &view == &p.q;
+  const core::View& scale = queries ? p.q_scale : &view == &p.k ? p.k_scale : p.v_scale;
   QuantizeParams params;
   params.x = view.data;
   std::copy(view.stride, view.stride + 4, params.stride);
-  params.rows = rows;
-  params.heads = heads;
-  params.columns = columns;
-  params.blocks = static_cast<int32>(blocks);
-  params.sequences = static_cast<int32>(sequences);
-  params.cu_seqlens = cu_seqlens;
+  params.rows = queries ? l.rows_q : l.rows_k;
+  params.heads = queries ? l.heads_q : l.heads_kv;
+  params.columns = &view == &p.v ? p.head_dim_v : p.head_dim;
+  params.code_columns = &view == &p.v ? p.head_dim_v : l.columns;
+  params.blocks = static_cast<int32>(queries ? l.blocks_q : l.blocks_k);
+  params.sequences = static_cast<int32>(p.batch);
+  params.cu_seqlens = queries ? p.cu_seqlens_q : p.cu_seqlens_k;
+  params.seqused = queries ? p.seqused_q : p.seqused_k;
+  if (!queries && p.is_paged()) {
+    params.block_table = p.block_table;
+    params.block_table_stride = p.block_table_stride;
+    params.page_size = p.page_size;
+  }
+  params.scale = static_cast<const float*>(scale.data);
+  std::copy(scale.stride, scale.stride + 3, params.scale_stride);
+  params.scale_heads = queries ? p.q_scale_heads : 1;
   return params;
+}
+
+template <typename Value>
+Value* pointer_to(DeviceAddress address) {
+  return reinterpret_cast<Value*>(address);
 }
 
 }  // namespace
@@ -67,32 +86,43 @@ std::string quantize_text(const QuantizeConfig& c) {
   source.include = "device/quantize.cuh";
   source.call =
       "fovea::device::quantize<fovea::core::QuantizeConfig{.dtype = fovea::core::DType::" +
-      std::string(text_of(c.dtype)) + ", .columns = " + std::to_string(c.columns) +
-      ", .rotate = " + flag(c.rotate) + ", .transpose = " + flag(c.transpose) +
-      ", .vectors = " + flag(c.vectors) +
+      std::string(text_of(c.dtype)) + ", .to = fovea::core::DType::" + std::string(text_of(c.to)) +
+      ", .columns = " + std::to_string(c.columns) + ", .rotate = " + flag(c.rotate) +
+      ", .transpose = " + flag(c.transpose) + ", .vectors = " + flag(c.vectors) +
+      ", .scaled = " + flag(c.scaled) + ", .paged = " + flag(c.paged) +
       ", .pass = fovea::core::QuantizePass::" + std::string(text_of(c.pass)) + "}>";
   source.params = "fovea::core::QuantizeParams";
-  source.threads = core::quantize_threads;
+  source.threads = core::quantize_threads(c);
+  source.ctas = core::quantize_ctas(c);
   return kernel_text(source);
 }
 
 Quantizer::Quantizer(Device& device, const core::Problem& p, const core::QuantizeOptions& options,
-                     Jit& jit)
-    : device_(device), options_(options) {
-  q_ = build(p.q, p.head_dim, false, jit);
-  k_ = build(p.k, p.head_dim, false, jit);
-  v_ = build(p.v, p.head_dim_v, true, jit);
+                     const QuantizeParts& parts, Jit& jit)
+    : device_(device), options_(options), parts_(parts) {
+  q_ = build(p, p.q, parts.q, false, jit);
+  k_ = build(p, p.k, parts.k, false, jit);
+  v_ = build(p, p.v, parts.v, parts.transpose_v, jit);
 }
 
-Quantizer::Pass Quantizer::build(const core::View& view, int32 columns, bool transpose,
-                                 Jit& jit) const {
+Quantizer::Pass Quantizer::build(const core::Problem& p, const core::View& view, Quantize what,
+                                 bool transpose, Jit& jit) const {
   Pass pass;
+  pass.what = what;
+  if (what == Quantize::none) return pass;
+  const bool values = &view == &p.v;
+  const bool coded = core::is_eight_bit(view.dtype);
+  const int32 columns = values ? p.head_dim_v : p.head_dim;
   QuantizeConfig& c = pass.config;
   c.dtype = view.dtype;
+  c.to = core::code_type(view.dtype, options_);
+  // As rows, v keeps its own columns.
   c.columns = core::fp8_columns(columns);
-  c.rotate = options_.rotate && !transpose;
+  c.rotate = options_.rotate && !values && !coded;
   c.transpose = transpose;
   c.vectors = suits_vectors(view, columns);
+  c.scaled = static_cast<bool>(values ? p.v_scale : &view == &p.k ? p.k_scale : p.q_scale);
+  c.paged = &view != &p.q && p.is_paged();
   const auto load = [&](QuantizePass which) {
     c.pass = which;
     CompileRequest request;
@@ -101,13 +131,22 @@ Quantizer::Pass Quantizer::build(const core::View& view, int32 columns, bool tra
     request.format = device_.properties().image_format;
     return device_.load(jit.compile(request).image->bytes, kernel_entry);
   };
-  if (options_.granularity == core::ScaleGranularity::block) {
+  if (what == Quantize::scales) {
+    pass.write = load(QuantizePass::scales);
+  } else if (coded || options_.granularity == core::ScaleGranularity::block) {
     pass.write = load(QuantizePass::block);
   } else {
     pass.measure = load(QuantizePass::measure);
     pass.write = load(QuantizePass::apply);
   }
   return pass;
+}
+
+bool Quantizer::suits(const core::Problem& p) const {
+  const auto fits = [](const Pass& pass, const core::View& view, int32 columns) {
+    return pass.what != Quantize::codes || !pass.config.vectors || suits_vectors(view, columns);
+  };
+  return fits(q_, p.q, p.head_dim) && fits(k_, p.k, p.head_dim) && fits(v_, p.v, p.head_dim_v);
 }
 
 std::size_t Quantizer::scratch_bytes(const core::Problem& p) const {
@@ -122,12 +161,13 @@ std::size_t Quantizer::scratch_bytes(const core::Problem& p) const {
 
 void Quantizer::run(const Pass& pass, QuantizeParams params, int64 batches, DeviceAddress scratch,
                     Stream stream) const {
-  constexpr int32 blocks_of_cta = core::quantize_rows / core::scale_block;
+  if (pass.what == Quantize::none) return;
+  const int32 blocks_of_cta = core::quantize_rows(pass.config) / core::scale_block;
   LaunchConfig launch;
   launch.grid.x = static_cast<std::uint32_t>(core::ceil_div(params.blocks, blocks_of_cta)) *
                   static_cast<std::uint32_t>(params.heads);
   launch.grid.y = static_cast<std::uint32_t>(batches);
-  launch.block.x = core::quantize_threads;
+  launch.block.x = static_cast<std::uint32_t>(core::quantize_threads(pass.config));
   launch.dynamic_shared_bytes =
       static_cast<std::uint32_t>(core::quantize_shared_bytes(pass.config));
   if (launch.grid.x == 0 || batches == 0) return;
@@ -139,7 +179,8 @@ void Quantizer::run(const Pass& pass, QuantizeParams params, int64 batches, Devi
     params.largest_stride[0] = heads ? params.heads : 0;
     params.largest_stride[1] = heads ? 1 : 0;
     const std::size_t count =
-        heads ? static_cast<std::size_t>(batches) * static_cast<std::size_t>(params.heads) : 1;
+        heads ? static_cast<std::size_t>(params.sequences) * static_cast<std::size_t>(params.heads)
+              : 1;
     device_.fill(scratch, 0, count * sizeof(core::uint32), stream);
     device_.launch(*pass.measure, launch, bytes, stream);
   }
@@ -148,29 +189,46 @@ void Quantizer::run(const Pass& pass, QuantizeParams params, int64 batches, Devi
 
 void Quantizer::run_q(const ForwardCall& call, const Fp8Operands& operands, DeviceAddress scratch,
                       Stream stream) const {
-  const core::Problem& p = call.problem;
-  const core::Fp8Layout l = core::fp8_layout(p);
-  QuantizeParams params =
-      operand(p.q, l.rows_q, l.heads_q, p.head_dim, l.blocks_q, p.cu_seqlens_q, p.batch);
-  params.codes = reinterpret_cast<core::uint8*>(operands.q);
-  params.q_scale = reinterpret_cast<float*>(operands.q_scale);
-  run(q_, params, l.batches_q, scratch, stream);
+  QuantizeParams params = operand(call.problem, call.problem.q);
+  params.codes = pointer_to<core::uint8>(operands.q);
+  params.q_scale = pointer_to<float>(operands.q_scale);
+  run(q_, params, core::fp8_layout(call.problem).batches_q, scratch, stream);
 }
 
 void Quantizer::run_keys(const ForwardCall& call, const Fp8Operands& operands,
                          DeviceAddress scratch, Stream stream) const {
   const core::Problem& p = call.problem;
+  const int64 batches = core::fp8_layout(p).batches_k;
+  QuantizeParams k = operand(p, p.k);
+  k.codes = pointer_to<core::uint8>(operands.k);
+  k.key_scale = pointer_to<core::KeyScale>(operands.key_scale);
+  run(k_, k, batches, scratch, stream);
+  QuantizeParams v = operand(p, p.v);
+  v.codes = pointer_to<core::uint8>(operands.v);
+  v.key_scale = pointer_to<core::KeyScale>(operands.key_scale);
+  run(v_, v, batches, scratch, stream);
+}
+
+void Quantizer::run_rows(const ForwardCall& call, const RowOperands& operands,
+                         DeviceAddress scratch, Stream stream) const {
+  const core::Problem& p = call.problem;
   const core::Fp8Layout l = core::fp8_layout(p);
-  QuantizeParams k =
-      operand(p.k, l.rows_k, l.heads_kv, p.head_dim, l.blocks_k, p.cu_seqlens_k, p.batch);
-  k.codes = reinterpret_cast<core::uint8*>(operands.k);
-  k.key_scale = reinterpret_cast<core::KeyScale*>(operands.key_scale);
-  run(k_, k, l.batches_k, scratch, stream);
-  QuantizeParams v =
-      operand(p.v, l.rows_k, l.heads_kv, p.head_dim_v, l.blocks_k, p.cu_seqlens_k, p.batch);
-  v.codes = reinterpret_cast<core::uint8*>(operands.v);
-  v.key_scale = reinterpret_cast<core::KeyScale*>(operands.key_scale);
-  run(v_, v, l.batches_k, scratch, stream);
+  const struct {
+    const Pass& pass;
+    const core::View& view;
+    int64 batches;
+    DeviceAddress codes;
+    DeviceAddress scale;
+  } rows[] = {{q_, p.q, l.batches_q, operands.q, operands.q_scale},
+              {k_, p.k, l.batches_k, operands.k, operands.k_scale},
+              {v_, p.v, l.batches_k, operands.v, operands.v_scale}};
+  for (const auto& row : rows) {
+    if (row.codes == 0) continue;
+    QuantizeParams params = operand(p, row.view);
+    params.codes = pointer_to<core::uint8>(row.codes);
+    params.q_scale = pointer_to<float>(row.scale);
+    run(row.pass, params, row.batches, scratch, stream);
+  }
 }
 
 }  // namespace fovea::runtime

@@ -12,13 +12,45 @@
 
 namespace fovea::runtime {
 
-// Where quantised operands lie (core::fp8_layout()): addresses of the device, multiples of 256.
+// Steps of codes (batch, row, head; of v batch, column, head) in bytes. Zeros: those of
+// core::fp8_layout().
+struct CodeSteps {
+  core::int64 batch = 0;
+  core::int64 row = 0;
+  core::int64 head = 0;
+};
+
+// Where quantised operands lie: addresses of the device, multiples of 16.
 struct Fp8Operands {
   DeviceAddress q = 0;
   DeviceAddress k = 0;
   DeviceAddress v = 0;
+  DeviceAddress q_scale = 0;    // (batch, head, block)
+  DeviceAddress key_scale = 0;  // likewise
+  CodeSteps q_steps = {};
+  CodeSteps k_steps = {};
+  CodeSteps v_steps = {};
+};
+
+// Codes as rows, v's too, each with a scale (batch, head, block).
+struct RowOperands {
+  DeviceAddress q = 0;
+  DeviceAddress k = 0;
+  DeviceAddress v = 0;
   DeviceAddress q_scale = 0;
-  DeviceAddress key_scale = 0;
+  DeviceAddress k_scale = 0;
+  DeviceAddress v_scale = 0;
+};
+
+// What a quantiser makes. scales: the codes of q (of k) stay where they are, their scales alone are
+// brought into the kernels' form. none: nothing.
+enum class Quantize : std::uint8_t { codes, scales, none };
+
+struct QuantizeParts {
+  Quantize q = Quantize::codes;
+  Quantize k = Quantize::codes;
+  Quantize v = Quantize::codes;
+  bool transpose_v = true;
 };
 
 // The translation unit of a configuration.
@@ -31,7 +63,10 @@ class Quantizer {
   // The problem's dtypes, head dimensions, alignments and strides decide the kernels; later
   // problems must agree in these. Throws CompileError, Unsupported (no compiler) or DeviceError.
   Quantizer(Device& device, const core::Problem& problem, const core::QuantizeOptions& options,
-            Jit& jit = default_jit());
+            const QuantizeParts& parts = {}, Jit& jit = default_jit());
+
+  // Whether the kernels that read 8 elements at once, if those were chosen, can read this one.
+  bool suits(const core::Problem& problem) const;
 
   // Device memory that run_q() and run_keys() need each, for scales coarser than a block.
   std::size_t scratch_bytes(const core::Problem& problem) const;
@@ -42,20 +77,26 @@ class Quantizer {
              Stream stream = {}) const;
   void run_keys(const ForwardCall& call, const Fp8Operands& operands, DeviceAddress scratch,
                 Stream stream = {}) const;
+  // Without transpose_v: those that have an address.
+  void run_rows(const ForwardCall& call, const RowOperands& operands, DeviceAddress scratch,
+                Stream stream = {}) const;
 
  private:
   struct Pass {
     core::QuantizeConfig config;
+    Quantize what = Quantize::none;
     std::shared_ptr<Kernel> measure;  // of coarse scales
     std::shared_ptr<Kernel> write;
   };
 
-  Pass build(const core::View& view, core::int32 columns, bool transpose, Jit& jit) const;
+  Pass build(const core::Problem& problem, const core::View& view, Quantize what, bool transpose,
+             Jit& jit) const;
   void run(const Pass& pass, core::QuantizeParams params, core::int64 batches,
            DeviceAddress scratch, Stream stream) const;
 
   Device& device_;
   core::QuantizeOptions options_;
+  QuantizeParts parts_;
   Pass q_, k_, v_;
 };
 

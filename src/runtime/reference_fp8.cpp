@@ -6,6 +6,7 @@
 #include "cpu/forward_fp8.h"
 #include "cpu/quantize.h"
 #include "fovea/fp8.hpp"
+#include "runtime/eight_bits.h"
 #include "runtime/problem.h"
 #include "runtime/text.h"
 
@@ -28,7 +29,6 @@ void check(const core::Problem& p) {
   refuse(static_cast<bool>(p.mask), "mask");
   refuse(static_cast<bool>(p.alibi), "alibi");
   refuse(p.dropout.probability > 0.0f, "dropout");
-  refuse(p.is_paged(), "block_table");
   require(p.head_dim <= 256 && p.head_dim_v <= 256, "head dimensions are ", p.head_dim, " and ",
           p.head_dim_v, "; 8-bit attention takes at most 256");
 }
@@ -44,6 +44,7 @@ Reference reference_fp8(const Problem& problem, const Fp8Arithmetic& a, int thre
           "; it must be positive, or 0 for one accumulator");
   require(a.accumulator_bits >= 1 && a.accumulator_bits <= 23, "accumulator_bits is ",
           a.accumulator_bits, "; it must lie in 1..23");
+  check_quantization(a.quantization);
   const core::Problem p = validate(problem);
   check(p);
   const core::Fp8Layout l = core::fp8_layout(p);
@@ -54,11 +55,10 @@ Reference reference_fp8(const Problem& problem, const Fp8Arithmetic& a, int thre
   const cpu::Fp8Operands operands{codes.data(), codes.data() + l.q_bytes,
                                   codes.data() + l.q_bytes + l.k_bytes, q_scale.data(),
                                   key_scale.data()};
-  cpu::quantize(p,
-                {static_cast<core::ScaleGranularity>(a.quantization.scales), a.quantization.rotate,
-                 a.quantization.seed},
-                operands);
+  const core::QuantizeOptions quantization = quantize_options(a.quantization);
+  cpu::quantize(p, quantization, operands, threads);
   cpu::Fp8Method method;
+  method.codes = core::code_type(p.q.dtype, quantization);
   method.softmax = policy_of(a.softmax);
   method.tile_k = a.tile_k;
   method.promote = static_cast<core::int32>(

@@ -8,8 +8,6 @@ namespace {
 
 using core::DType;
 
-bool is_eight_bit(DType type) { return type == DType::e4m3 || type == DType::e5m2; }
-
 std::string_view type_name(DType type) {
   switch (type) {
     case DType::bf16: return "bf16";
@@ -170,10 +168,11 @@ std::string kernel_text(const KernelSource& source) {
     text += "}  // namespace fovea::device\n";
   }
   text += "#include \"" + source.include + "\"\n";
-  // The 1 is the CTAs per multiprocessor: setmaxnreg needs a register count fixed at entry.
+  // With the CTAs per multiprocessor: setmaxnreg needs a register count fixed at entry.
   text += "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(source.threads) +
-          ", 1)\n" + std::string(kernel_entry) + "(const __grid_constant__ " + source.params +
-          " params) {\n  " + source.call + "(params);\n}\n";
+          ", " + std::to_string(source.ctas) + ")\n" + std::string(kernel_entry) +
+          "(const __grid_constant__ " + source.params + " params) {\n  " + source.call +
+          "(params);\n}\n";
   return text;
 }
 

@@ -55,6 +55,7 @@ struct KernelSource {
   std::string call;    // name of the device function to run: "fovea::device::fwd<FwdConfig{...}>"
   std::string params;  // type of its one argument, passed by value as a __grid_constant__
   int threads = 0;     // of a CTA
+  int ctas = 1;        // that a multiprocessor must be able to hold: bounds their registers
 };
 
 // The name of every kernel that kernel_text() writes.

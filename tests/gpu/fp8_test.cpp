@@ -51,6 +51,7 @@ struct Fp8Case {
   SoftmaxPolicy softmax = SoftmaxPolicy::sum_guard;
   core::ScaleGranularity granularity = core::ScaleGranularity::block;
   bool rotate = true;
+  core::DType codes = core::DType::e4m3;
   int64 promote_keys = 0;
   std::vector<int32> cu_seqlens_q = {};
   std::vector<int32> cu_seqlens_k = {};
@@ -201,7 +202,11 @@ class Fp8Input {
     v_codes.assign(size(layout.v_bytes), 0x7f);
     q_scale.assign(size(layout.q_scale_bytes) / sizeof(float), 1.0f);
     key_scale.resize(size(layout.key_scale_bytes) / sizeof(core::KeyScale));
-    cpu::quantize(problem, {spec.granularity, spec.rotate, 7}, operands());
+    cpu::quantize(problem, {spec.granularity, spec.rotate, 7, spec.codes}, operands());
+  }
+
+  float value_of(uint8 code) const {
+    return spec.codes == core::DType::e4m3 ? core::e4m3_to_float(code) : core::e5m2_to_float(code);
   }
 
   // What the codes stand for, in fp32: exact, since scales are powers of two.
@@ -221,9 +226,9 @@ class Fp8Input {
       const int64 row = place / layout.heads_q % layout.rows_q;
       const int64 batch = place / layout.heads_q / layout.rows_q;
       const int64 block = sequence_block(problem.cu_seqlens_q, row, sequences_);
-      restored_q_[i] = core::e4m3_to_float(q_codes[i]) *
-                       q_scale[static_cast<std::size_t>(
-                           (batch * layout.heads_q + head) * layout.blocks_q + block)];
+      restored_q_[i] =
+          value_of(q_codes[i]) * q_scale[static_cast<std::size_t>(
+                                     (batch * layout.heads_q + head) * layout.blocks_q + block)];
     }
     restored_k_.resize(k_codes.size());
     restored_v_.resize(static_cast<std::size_t>(batches_ * rows_k * layout.heads_kv) *
@@ -237,7 +242,7 @@ class Fp8Input {
       const core::KeyScale& s = key_scale[static_cast<std::size_t>(pair * layout.blocks_k + block)];
       for (int32 c = 0; c < layout.columns; ++c) {
         const auto i = static_cast<std::size_t>(place * layout.columns + c);
-        restored_k_[i] = core::e4m3_to_float(k_codes[i]) * s.k;
+        restored_k_[i] = value_of(k_codes[i]) * s.k;
       }
       int64 first = 0;
       if (problem.cu_seqlens_k != nullptr) {
@@ -251,7 +256,7 @@ class Fp8Input {
       for (int32 c = 0; c < layout.columns_v; ++c) {
         const int64 at = (pair * layout.columns_v + c) * layout.blocks_k * core::scale_block + slot;
         restored_v_[static_cast<std::size_t>(place * layout.columns_v + c)] =
-            core::e4m3_to_float(v_codes[static_cast<std::size_t>(at)]) / s.v_inverse;
+            value_of(v_codes[static_cast<std::size_t>(at)]) / s.v_inverse;
       }
     }
     view(restored.q, rows_q, spec.heads_q, layout.columns, core::DType::f32);
@@ -302,7 +307,7 @@ class Memory {
 };
 
 core::FwdConfig config_of(const Fp8Case& c, const core::Problem& p) {
-  core::FwdConfig config = runtime::choose_forward_fp8(p, c.softmax, c.promote_keys);
+  core::FwdConfig config = runtime::choose_forward_fp8(p, c.softmax, c.promote_keys, c.codes);
   config.ping_pong = c.ping_pong;
   if (c.tile_k != 0) config.tile_k = c.tile_k;
   if (c.warpgroups != 0) config.warpgroups = c.warpgroups;
@@ -376,9 +381,12 @@ Fp8Result check_case(const Fp8Case& spec, runtime::EmulationOptions::Order order
   const cpu::ReferenceResult exact = cpu::reference_forward(input.restored);
   const core::FwdConfig config = config_of(spec, input.problem);
   cpu::Fp8Statistics statistics;
-  const cpu::ReferenceResult twin = cpu::forward_fp8(
-      input.problem, input.operands(),
-      {.softmax = spec.softmax, .tile_k = config.tile_k, .promote = config.promote}, &statistics);
+  const cpu::ReferenceResult twin = cpu::forward_fp8(input.problem, input.operands(),
+                                                     {.codes = spec.codes,
+                                                      .softmax = spec.softmax,
+                                                      .tile_k = config.tile_k,
+                                                      .promote = config.promote},
+                                                     &statistics);
   EXPECT_EQ(statistics.saturated, 0);
   const auto out_type = static_cast<DType>(spec.out);
   Fp8Result result;
@@ -430,6 +438,16 @@ const Fp8Case fp8_cases[] = {
      .outlier = 30,
      .granularity = core::ScaleGranularity::tensor,
      .rotate = false},
+    {.name = "e5m2",
+     .seqlen_q = 140,
+     .seqlen_k = 300,
+     .window = {-1, 0},
+     .codes = core::DType::e5m2},
+    {.name = "e5m2_rows_rise",
+     .seqlen_q = 140,
+     .seqlen_k = 900,
+     .rise = 200,
+     .codes = core::DType::e5m2},
     {.name = "promoted", .seqlen_q = 140, .seqlen_k = 900, .promote_keys = 256, .tile_k = 128},
     {.name = "promoted_rows_rise",
      .seqlen_q = 140,

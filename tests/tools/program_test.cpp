@@ -132,7 +132,7 @@ TEST_F(Program, SaysOneSentenceAboutWrongInputAndWritesNothing) {
       "check",
       check + "--scale nan",
       check + "--window -3,0",
-      check + "--dtype e4m3",
+      check + "--dtype e4m3 --backward",
       check + "--device emulated:sm_90a",
       check + "--json missing/j.json",
       "check --shape 1,3,2,4,4,8",

@@ -1,0 +1,75 @@
+"""Tensors in 8 bits with scales, for the functions that take descales."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from fovea import _libraries, _native
+from fovea._libraries import Array, host_int32
+
+
+class Quantized(NamedTuple):
+    """What the functions of flash-attention take: flash_attn_func(**quantized._asdict())."""
+
+    q: Array
+    k: Array
+    v: Array
+    q_descale: Array
+    k_descale: Array
+    v_descale: Array
+    softmax_scale: float
+
+
+def quantize_fp8(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    dtype: object = "float8_e4m3fn",
+    scales: str = "block",
+    rotate: bool = True,
+    seed: int = 0,
+    cu_seqlens_q: Array = None,
+    cu_seqlens_k: Array = None,
+    softmax_scale: float | None = None,
+) -> Quantized:
+    """Codes of 8 bits and their scales, powers of two.
+
+    q, k, v: (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim) with cu_seqlens;
+        head dimensions up to 256, that of v a multiple of 8
+    dtype: float8_e4m3fn or float8_e5m2
+    scales: what shares one: "tensor", "head" (the rows of a sequence and head) or "block" (32 rows)
+    rotate: multiply q and k by random signs (of `seed`) and a Hadamard matrix, which leaves q k^T
+        alone and spreads outliers over all columns; columns are then padded to a multiple of 32
+    softmax_scale: default 1 / sqrt(head_dim), of the head dimension before that
+
+    Returns tensors of the same rank, descales (batch, heads, blocks) or, for packed tensors,
+    (1, heads, blocks), and the softmax_scale to pass on. q and k must be rotated with one seed.
+    """
+    name = str(dtype).removeprefix("torch.").removeprefix("<class 'ml_dtypes.").removesuffix("'>")
+    if name not in ("float8_e4m3fn", "float8_e5m2"):
+        raise ValueError(f"dtype is {dtype}; it must be float8_e4m3fn or float8_e5m2")
+    library = _libraries.library_of(q, "q")
+    if _libraries.is_fp8(q):
+        raise ValueError(f"q has dtype {q.dtype}; it must be float32, bfloat16 or float16")
+    device = library.device(q)
+    if softmax_scale is None:
+        softmax_scale = q.shape[-1] ** -0.5
+    cu = [None if c is None else host_int32(c, q) for c in (cu_seqlens_q, cu_seqlens_k)]
+    out = library.empty(q, (*q.shape[:-1], v.shape[-1]))  # a call has one; it is not written
+    settings: tuple[Any, ...] = (
+        0, 0, softmax_scale, False, -1, -1, 0.0, 0.0, 0, 0, 0, False,
+        0 if device is None else library.stream(device), False,
+    )
+    call = _native.Call(
+        q, k, v, out, None, None, None, None, None, *cu, None, None, None, *settings
+    )
+    plan = _native.plan_quantize(call, name, scales, rotate, seed)
+    made = [library.empty(q, shape, name) for shape in plan.shapes[:3]]
+    made += [library.empty(q, shape, "float32") for shape in plan.shapes[3:]]
+    need = plan.workspace_bytes
+    plan.run(call, made, library.empty(q, (need,), "uint8") if need else None)
+    for place, like in enumerate((q, k, v)):
+        if len(like.shape) == 3:
+            made[place] = made[place][0]
+    return Quantized(*(library.finish(tensor, q) for tensor in made), softmax_scale)

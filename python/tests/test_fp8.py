@@ -1,0 +1,147 @@
+"""8-bit tensors through the functions of flash-attention, and fovea.quantize_fp8."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from reference import attention
+
+import fovea
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
+
+FORMATS = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
+
+
+class Numpy:
+    def codes(self, array, dtype):
+        return np.asarray(array).astype(FORMATS[dtype])
+
+    def make(self, array):
+        return np.asarray(array)
+
+    def back(self, tensor):
+        return np.asarray(tensor).astype(np.float64)
+
+
+class Torch:
+    def codes(self, array, dtype):
+        import torch
+
+        return torch.from_numpy(np.asarray(array)).to(getattr(torch, dtype))
+
+    def make(self, array):
+        import torch
+
+        return torch.from_numpy(np.asarray(array))
+
+    def back(self, tensor):
+        return tensor.double().numpy()
+
+
+@pytest.fixture(params=["numpy", pytest.param("torch", marks=pytest.mark.torch)])
+def kind(request):
+    return Numpy() if request.param == "numpy" else Torch()
+
+
+def tensors(rng, batch=2, rows=70, keys=90, heads=4, heads_kv=2, dim=32):
+    return (
+        rng.standard_normal((batch, rows, heads, dim)).astype(np.float32),
+        rng.standard_normal((batch, keys, heads_kv, dim)).astype(np.float32),
+        rng.standard_normal((batch, keys, heads_kv, dim)).astype(np.float32),
+    )
+
+
+def widened(kind, codes, descale):
+    """Codes times scales, in double precision."""
+    x, scale = kind.back(codes), kind.back(descale)
+    if scale.ndim == 2:
+        scale = scale[:, :, None]
+    scale = np.repeat(scale, x.shape[2] // scale.shape[1], 1)
+    rows = np.arange(x.shape[1]) // 32 if scale.shape[2] > 1 else np.zeros(x.shape[1], int)
+    return x * scale[:, :, rows].transpose(0, 2, 1)[..., None]
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("of_q", [2, 4])
+def test_descales_of_heads(kind, rng, dtype, of_q):
+    q, k, v = (kind.codes(x, dtype) for x in tensors(rng))
+    scales = [rng.uniform(0.5, 2.0, (2, n)).astype(np.float32) for n in (of_q, 2, 2)]
+    descales = [kind.make(s) for s in scales]
+    out, lse = fovea.flash_attn_func(
+        q, k, v, causal=True, return_lse=True,
+        q_descale=descales[0], k_descale=descales[1], v_descale=descales[2],
+    )
+    assert "bfloat16" in str(out.dtype)
+    wide = [widened(kind, x, s) for x, s in zip((q, k, v), descales, strict=True)]
+    expected_out, expected_lse = attention(*wide, causal=True)
+    np.testing.assert_allclose(kind.back(out), expected_out, atol=2e-2, rtol=2e-2)
+    np.testing.assert_allclose(kind.back(lse), expected_lse, atol=1e-5, rtol=1e-5)
+
+
+def test_codes_without_descales(kind, rng):
+    q, k, v = (kind.codes(x, "float8_e4m3fn") for x in tensors(rng))
+    out = fovea.flash_attn_func(q, k, v)
+    expected, _ = attention(*(kind.back(x) for x in (q, k, v)))
+    np.testing.assert_allclose(kind.back(out), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_descales_through_varlen_and_cache(kind, rng):
+    q, k, v = tensors(rng, batch=2, rows=8, keys=8)
+    codes = [kind.codes(x, "float8_e4m3fn") for x in (q, k, v)]
+    scales = [kind.make(rng.uniform(0.5, 2.0, (2, 2)).astype(np.float32)) for _ in range(3)]
+    named = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
+    expected, _ = attention(*(widened(kind, x, s) for x, s in zip(codes, scales, strict=True)))
+    cu = kind.make(np.array([0, 8, 16], np.int32))
+    packed = [x.reshape(16, *x.shape[2:]) for x in codes]
+    out = fovea.flash_attn_varlen_func(*packed, cu, cu, 8, 8, **named)
+    np.testing.assert_allclose(
+        kind.back(out).reshape(expected.shape), expected, atol=2e-2, rtol=2e-2
+    )
+    out = fovea.flash_attn_with_kvcache(*codes, cache_seqlens=8, **named)
+    np.testing.assert_allclose(kind.back(out), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("scales", ["tensor", "head", "block"])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_quantize_fp8(kind, rng, scales, dtype):
+    q, k, v = tensors(rng, dim=40)
+    k[:, 5, :, 3] = 30.0
+    made = fovea.quantize_fp8(*(kind.make(x) for x in (q, k, v)), dtype=dtype, scales=scales)
+    assert dtype in str(made.q.dtype)
+    assert made.q.shape[-1] == 64 and made.v.shape[-1] == 40
+    assert tuple(made.k_descale.shape) == (2, 2, 3)
+    step = 2.0**-4 if dtype == "float8_e4m3fn" else 2.0**-3
+    np.testing.assert_allclose(
+        widened(kind, made.v, made.v_descale), v, rtol=step, atol=np.abs(v).max() * 2.0**-14
+    )
+    out = fovea.flash_attn_func(**made._asdict(), causal=True)
+    expected, _ = attention(q, k, v, causal=True)
+    error = np.sqrt(np.mean((kind.back(out) - expected) ** 2))
+    assert 1e-3 < error < (0.06 if dtype == "float8_e4m3fn" else 0.12)
+
+
+def test_quantize_packed(kind, rng):
+    q, k, v = (x.reshape(-1, *x.shape[2:]) for x in tensors(rng, batch=1, rows=70, keys=70))
+    cu = kind.make(np.array([0, 33, 70], np.int32))
+    made = fovea.quantize_fp8(
+        *(kind.make(x) for x in (q, k, v)), cu_seqlens_q=cu, cu_seqlens_k=cu
+    )
+    assert tuple(made.q.shape) == (70, 4, 32) and tuple(made.q_descale.shape) == (1, 4, 5)
+    out = fovea.flash_attn_varlen_func(**made._asdict(), cu_seqlens_q=cu, cu_seqlens_k=cu)
+    for first, last in ((0, 33), (33, 70)):
+        expected, _ = attention(*(x[None, first:last] for x in (q, k, v)))
+        error = np.sqrt(np.mean((kind.back(out)[first:last] - expected[0]) ** 2))
+        assert error < 0.06
+
+
+def test_faults_are_named(kind, rng):
+    q, k, v = (kind.codes(x, "float8_e4m3fn") for x in tensors(rng))
+    with pytest.raises(ValueError, match="^k_descale has shape"):
+        fovea.flash_attn_func(q, k, v, k_descale=kind.make(np.ones((2, 3), np.float32)))
+    with pytest.raises(ValueError, match="^v_descale is 0"):
+        fovea.flash_attn_func(q, k, v, v_descale=kind.make(np.zeros((2, 2), np.float32)))
+    with pytest.raises(ValueError, match="^dtype is float32"):
+        fovea.quantize_fp8(q, k, v, dtype="float32")
+    with pytest.raises(ValueError, match="^q has dtype .*float8"):
+        fovea.quantize_fp8(q, k, v)

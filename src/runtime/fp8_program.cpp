@@ -1,0 +1,219 @@
+#include "runtime/fp8_program.h"
+
+#include <algorithm>
+
+#include "runtime/devices.h"
+#include "runtime/eight_bits.h"
+#include "runtime/forward_fp8.h"
+#include "runtime/forward_tuning.h"
+#include "runtime/plan.h"
+#include "runtime/text.h"
+
+namespace fovea::runtime::fp8_program {
+
+namespace {
+
+using core::int64;
+
+constexpr std::size_t aligned(int64 bytes) {
+  return (static_cast<std::size_t>(bytes) + 255) / 256 * 256;
+}
+
+CodeSteps steps_of(const core::View& view) {
+  return {view.stride[0], view.stride[1], view.stride[2]};
+}
+
+// Codes that the copy engine reads where they are: contiguous columns, whole steps of the products,
+// and strides that are multiples of 16 bytes.
+bool reads_in_place(const core::View& view, const int64 (&extent)[3], int64 columns) {
+  if (!core::is_eight_bit(view.dtype) || columns != core::fp8_columns(static_cast<int>(columns)) ||
+      view.stride[3] != 1 || reinterpret_cast<DeviceAddress>(view.data) % 16 != 0) {
+    return false;
+  }
+  for (int i = 0; i < 3; ++i) {
+    const int64 stride = view.stride[i];
+    if (extent[i] > 1 && (stride <= 0 || stride % 16 != 0 || stride >= int64{1} << 40)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Scales (batch, head, block) as the kernel takes those of q.
+bool scales_in_place(const core::Problem& p, const core::Fp8Layout& l) {
+  const core::View& s = p.q_scale;
+  const auto fits = [](int64 stride, int64 right, int64 extent) {
+    return stride == right || extent <= 1;
+  };
+  return static_cast<bool>(s) && p.q_scale_heads == 1 && fits(s.stride[2], 1, l.blocks_q) &&
+         fits(s.stride[1], l.blocks_q, l.heads_q) &&
+         fits(s.stride[0], l.blocks_q * l.heads_q, l.batches_q);
+}
+
+// What is read where the caller has it; the rest is made in front of the kernel.
+struct InPlace {
+  explicit InPlace(const core::Problem& p) {
+    const core::Fp8Layout l = core::fp8_layout(p);
+    q = reads_in_place(p.q, {l.batches_q, l.rows_q, l.heads_q}, p.head_dim);
+    q_scale = q && scales_in_place(p, l);
+    k = !p.is_paged() && reads_in_place(p.k, {l.batches_k, l.rows_k, l.heads_kv}, p.head_dim);
+    // A transposed v and its scales are as the kernel takes them, once its rows are aligned.
+    const core::View& v = p.v;
+    values = k && p.v_transposed && reinterpret_cast<DeviceAddress>(v.data) % 16 == 0 &&
+             reinterpret_cast<DeviceAddress>(p.k_scale.data) % 16 == 0 && v.stride[3] > 0 &&
+             v.stride[2] % 16 == 0 && v.stride[0] % 16 == 0 && v.stride[3] % 16 == 0;
+  }
+  bool operator==(const InPlace&) const = default;
+
+  QuantizeParts parts() const {
+    const Quantize of_q = q_scale ? Quantize::none : q ? Quantize::scales : Quantize::codes;
+    if (values) return {of_q, Quantize::none, Quantize::none};
+    return {of_q, k ? Quantize::scales : Quantize::codes, Quantize::codes};
+  }
+
+  bool q = false;
+  bool q_scale = false;
+  bool k = false;
+  bool values = false;  // and the scales of k and v
+};
+
+// Where the operands lie: with the caller, or one behind the other from a first address on.
+struct Places {
+  Places(const core::Problem& p, const InPlace& in_place, DeviceAddress first) {
+    const core::Fp8Layout l = core::fp8_layout(p);
+    const auto place = [&](bool is_there, const void* data, int64 bytes) {
+      if (is_there) return reinterpret_cast<DeviceAddress>(data);
+      const DeviceAddress address = first;
+      first += aligned(bytes);
+      return address;
+    };
+    operands.q = place(in_place.q, p.q.data, l.q_bytes);
+    operands.q_scale = place(in_place.q_scale, p.q_scale.data, l.q_scale_bytes);
+    operands.k = place(in_place.k, p.k.data, l.k_bytes);
+    operands.v = place(in_place.values, p.v.data, l.v_bytes);
+    operands.key_scale = place(in_place.values, p.k_scale.data, l.key_scale_bytes);
+    if (in_place.q) operands.q_steps = steps_of(p.q);
+    if (in_place.k) operands.k_steps = steps_of(p.k);
+    if (in_place.values) operands.v_steps = {p.v.stride[0], p.v.stride[3], p.v.stride[2]};
+    end = first;
+  }
+  Fp8Operands operands;
+  DeviceAddress end;
+};
+
+// The problem as the forward kernel sees it: pages have become sequences.
+core::Problem gathered(core::Problem p) {
+  p.block_table = nullptr;
+  p.block_table_stride = 0;
+  p.page_size = 0;
+  return p;
+}
+
+class Fp8Program final : public GpuProgram {
+ public:
+  Fp8Program(std::shared_ptr<const ForwardFp8Kernel> kernel, const core::Problem& problem,
+             Device& device, const core::QuantizeOptions& options)
+      : kernel_(std::move(kernel)),
+        in_place_(problem),
+        quantizer_(device, problem, options, in_place_.parts()),
+        scratch_bytes_(Places(problem, in_place_, 0).end + quantizer_.scratch_bytes(problem)) {}
+
+  // The counters that hand out tiles.
+  std::size_t zeroed_bytes() const override { return 2 * sizeof(core::uint32); }
+  // The operands that are made.
+  std::size_t scratch_bytes() const override { return scratch_bytes_; }
+
+  void run(const core::Problem& problem, const GpuCall& call) const override {
+    require(InPlace(problem) == in_place_ && quantizer_.suits(problem),
+            "q, k or v is laid out in another way than when the plan was made, which decided by"
+            " strides and alignments what to read in place; plan again");
+    const Places places(problem, in_place_, call.scratch);
+    ForwardCall forward{.problem = problem,
+                        .scheduler = call.zeroed,
+                        .workspace = 0,
+                        .counters = call.counters,
+                        .trace = {}};
+    quantizer_.run_q(forward, places.operands, places.end, call.stream);
+    quantizer_.run_keys(forward, places.operands, places.end, call.stream);
+    forward.problem = gathered(problem);
+    kernel_->run(forward, places.operands, call.stream);
+  }
+
+  std::string explain() const override {
+    const core::FwdConfig& c = kernel_->config();
+    const auto made = [](bool codes, bool scales) {
+      return codes    ? "read in place"
+             : scales ? "read in place, scales brought together"
+                      : "written";
+    };
+    const QuantizeParts parts = in_place_.parts();
+    return text("operands   q ", made(parts.q == Quantize::none, parts.q == Quantize::scales),
+                ", k ", made(parts.k == Quantize::none, parts.k == Quantize::scales), ", v ",
+                made(parts.v == Quantize::none, false), " (", scratch_bytes_, " bytes)\n",  //
+                "tiles      ", core::rows_of(c), " rows x ", c.tile_k, " keys, ",
+                core::threads_of(c), " threads, ", core::fp8_shared_bytes(c),
+                " bytes of shared memory\n",  //
+                "sums       ",
+                c.promote == 0 ? std::string("in the tensor cores alone")
+                               : text("in fp32 every ", c.promote * c.tile_k, " keys"),
+                "\n",  //
+                "softmax    ", policy_name(c.softmax), "\n", "config     ", forward_expression(c),
+                "\n");
+  }
+
+ private:
+  std::shared_ptr<const ForwardFp8Kernel> kernel_;
+  InPlace in_place_;
+  Quantizer quantizer_;
+  std::size_t scratch_bytes_;
+};
+
+// The kernel of a configuration, or of the first with a narrower tile that fits the registers.
+// Where none does, one that spills: slow, but right.
+std::shared_ptr<const ForwardFp8Kernel> fitting_kernel(Device& device, core::FwdConfig config) {
+  const core::FwdConfig chosen = config;
+  for (; config.tile_k >= core::scale_block; config.tile_k -= core::scale_block) {
+    try {
+      return std::make_shared<const ForwardFp8Kernel>(device, config);
+    } catch (const CompileError&) {
+      continue;
+    }
+  }
+  return std::make_shared<const ForwardFp8Kernel>(device, chosen, default_jit(), true);
+}
+
+}  // namespace
+
+std::vector<std::string> supports(const core::Problem& problem, const GpuTarget& target) {
+  if (in_eight_bits(problem, target.options)) {
+    std::vector<std::string> reasons = forward_fp8_supports(problem, target.arch);
+    if (reasons.empty()) return quantization_objections(problem);
+    return reasons;
+  }
+  // The nearest kernel is the 16-bit one: its reasons, and one more.
+  std::vector<std::string> reasons = forward_supports(problem, target.arch);
+  reasons.emplace_back("its 8-bit kernel computes only when options.eight_bits asks for it");
+  return reasons;
+}
+
+std::shared_ptr<const GpuProgram> prepare(const core::Problem& problem, Device& device,
+                                          const Options& options) {
+  static auto* const kernels = new SharedPrograms<ForwardFp8Kernel>;
+  const EightBits bits = options.eight_bits.value_or(EightBits{});
+  const core::QuantizeOptions quantization = quantize_options(bits.quantization);
+  // One accumulator may have all keys where there are no more.
+  const int64 promote_keys = bits.promote_keys >= problem.seqlen_k ? 0 : bits.promote_keys;
+  ForwardConfig chosen =
+      choose_forward_fp8(gathered(problem), softmax_policy(options.softmax), promote_keys,
+                         core::code_type(problem.q.dtype, quantization));
+  override_forward(chosen, options.configuration);
+  const auto& config = std::get<core::FwdConfig>(chosen);
+  const bool by_hand = !options.configuration.empty();
+  auto kernel = kernels->get(device, forward_fp8_text(config), [&] {
+    return by_hand ? std::make_shared<const ForwardFp8Kernel>(device, config)
+                   : fitting_kernel(device, config);
+  });
+  return std::make_shared<const Fp8Program>(std::move(kernel), problem, device, quantization);
+}
+
+}  // namespace fovea::runtime::fp8_program

@@ -1,0 +1,270 @@
+#include <array>
+#include <cmath>
+#include <optional>
+#include <utility>
+
+#include "cpu/quantize.h"
+#include "fovea/fp8.hpp"
+#include "runtime/devices.h"
+#include "runtime/eight_bits.h"
+#include "runtime/plan.h"
+#include "runtime/problem.h"
+#include "runtime/quantize_gpu.h"
+#include "runtime/tensor.h"
+#include "runtime/text.h"
+
+namespace fovea {
+
+struct QuantizePlan::Choice {
+  core::Problem problem;
+  std::array<Tensor, 3> inputs;  // q, k and v as planned
+  Memory memory = Memory::host;
+  core::QuantizeOptions options;
+  int threads = 0;
+  Quantized operands;
+  bool transposed = true;
+  runtime::Device* device = nullptr;            // of device memory
+  std::optional<runtime::Quantizer> quantizer;  // there
+  std::size_t workspace_bytes = 0;
+};
+
+namespace {
+
+struct Part {
+  std::string_view name;
+  Tensor Quantized::*tensor;
+};
+constexpr std::array<Part, 7> parts{{{"q", &Quantized::q},
+                                     {"q_scale", &Quantized::q_scale},
+                                     {"k", &Quantized::k},
+                                     {"v", &Quantized::v},
+                                     {"key_scale", &Quantized::key_scale},
+                                     {"k_scale", &Quantized::k_scale},
+                                     {"v_scale", &Quantized::v_scale}}};
+// Codes and the scales that come with them.
+constexpr std::pair<std::size_t, std::size_t> companions[] = {
+    {0, 1}, {2, 4}, {3, 4}, {2, 5}, {3, 6}};
+constexpr std::array inputs{&Problem::q, &Problem::k, &Problem::v};
+
+Tensor dense(DType dtype, std::int64_t a, std::int64_t b, std::int64_t c, std::int64_t d) {
+  return contiguous(nullptr, dtype, {a, b, c, d});
+}
+
+Quantized operands_of(const core::Problem& p, DType dtype, bool transposed) {
+  const core::Fp8Layout l = core::fp8_layout(p);
+  Quantized to;
+  to.q = dense(dtype, l.batches_q, l.rows_q, l.heads_q, l.columns);
+  to.q_scale = dense(DType::f32, l.batches_q, l.heads_q, l.blocks_q, 1);
+  to.k = dense(dtype, l.batches_k, l.rows_k, l.heads_kv, l.columns);
+  if (!transposed) {
+    to.v = dense(dtype, l.batches_k, l.rows_k, l.heads_kv, l.columns_v);
+    to.k_scale = to.v_scale = dense(DType::f32, l.batches_k, l.heads_kv, l.blocks_k, 1);
+    return to;
+  }
+  to.v = dense(dtype, l.batches_k, l.heads_kv, l.columns_v, l.blocks_k * core::scale_block);
+  to.key_scale = dense(DType::f32, 1, 1,
+                       l.key_scale_bytes / static_cast<std::int64_t>(sizeof(core::KeyScale)), 4);
+  return to;
+}
+
+void check_inputs(const QuantizePlan::Choice& choice, const Problem& problem) {
+  require(problem.memory == choice.memory, "memory is not that of the plan; plan again");
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    const Tensor& now = problem.*inputs[i];
+    const Tensor& before = choice.inputs[i];
+    require(now.shape == before.shape && now.dtype == before.dtype && now.stride == before.stride,
+            arguments[i].name,
+            " has another shape, dtype or layout than the plan was made for;"
+            " plan again");
+  }
+}
+
+void check_operands(const QuantizePlan::Choice& choice, const Problem& problem,
+                    const Quantized& to) {
+  for (const Part& part : parts) {
+    const Tensor& tensor = to.*part.tensor;
+    if (tensor.data == nullptr) continue;
+    const Tensor& right = choice.operands.*part.tensor;
+    require(right.present, part.name,
+            " has data but this plan does not write it: values in rows have k_scale and v_scale,"
+            " transposed ones key_scale");
+    require(
+        tensor.shape == right.shape && tensor.dtype == right.dtype && tensor.stride == right.stride,
+        part.name, " is not as QuantizePlan::operands() gives it; set nothing but its data");
+    require(reinterpret_cast<std::uintptr_t>(tensor.data) % 16 == 0, part.name,
+            " has data at address ", reinterpret_cast<std::uintptr_t>(tensor.data),
+            "; it must be a multiple of 16");
+    for (const Argument& argument : arguments) {
+      require(!share_memory(tensor, problem.*argument.tensor), part.name, " shares memory with ",
+              argument.name, " of the problem; operands must lie apart from every tensor");
+    }
+    for (const Part& other : parts) {
+      require(other.tensor == part.tensor || (to.*other.tensor).data == nullptr ||
+                  !share_memory(tensor, to.*other.tensor),
+              part.name, " shares memory with ", other.name, "; operands must lie apart");
+    }
+  }
+  for (const auto& [codes, scale] : companions) {
+    const Tensor& a = to.*parts[codes].tensor;
+    const Tensor& b = to.*parts[scale].tensor;
+    if (!(choice.operands.*parts[scale].tensor).present) continue;
+    require(!has_elements(a) || (a.data != nullptr) == (b.data != nullptr), parts[codes].name,
+            a.data != nullptr ? " has data but " : " has no data but ", parts[scale].name,
+            a.data != nullptr ? " has none" : " has", "; codes and their scales come together");
+  }
+}
+
+template <typename Value>
+Value* data_of(const Tensor& tensor) {
+  return static_cast<Value*>(tensor.data);
+}
+
+void run_on_host(const QuantizePlan::Choice& choice, const core::Problem& p, const Quantized& to) {
+  if (!choice.transposed) {
+    cpu::quantize_rows(
+        p, choice.options,
+        {data_of<core::uint8>(to.q), data_of<core::uint8>(to.k), data_of<core::uint8>(to.v),
+         data_of<float>(to.q_scale), data_of<float>(to.k_scale), data_of<float>(to.v_scale)},
+        choice.threads);
+    return;
+  }
+  cpu::quantize(p, choice.options,
+                {data_of<core::uint8>(to.q), data_of<core::uint8>(to.k), data_of<core::uint8>(to.v),
+                 data_of<float>(to.q_scale), data_of<core::KeyScale>(to.key_scale)},
+                choice.threads);
+}
+
+void run_on_device(const QuantizePlan::Choice& choice, const Problem& problem,
+                   const core::Problem& p, const Quantized& to, runtime::DeviceAddress scratch) {
+  const auto address = [&](const Tensor& tensor, std::string_view name) {
+    const auto place = reinterpret_cast<runtime::DeviceAddress>(tensor.data);
+    require(place == 0 || choice.device->reaches(place), name, " has data at address ", place,
+            ", which is not memory of ", choice.device->properties().name,
+            "; with memory = device every pointer must be");
+    return place;
+  };
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    const Tensor& tensor = problem.*inputs[i];
+    if (has_elements(tensor)) static_cast<void>(address(tensor, arguments[i].name));
+  }
+  const runtime::RowOperands rows{address(to.q, "q"),
+                                  address(to.k, "k"),
+                                  address(to.v, "v"),
+                                  address(to.q_scale, "q_scale"),
+                                  address(to.k_scale, "k_scale"),
+                                  address(to.v_scale, "v_scale")};
+  runtime::ForwardCall call;
+  call.problem = p;
+  const runtime::Stream stream{problem.stream};
+  if (!choice.transposed) {
+    choice.quantizer->run_rows(call, rows, scratch, stream);
+    return;
+  }
+  const runtime::Fp8Operands operands{rows.q, rows.k, rows.v, rows.q_scale,
+                                      address(to.key_scale, "key_scale")};
+  if (operands.q != 0) choice.quantizer->run_q(call, operands, scratch, stream);
+  if (operands.k != 0) choice.quantizer->run_keys(call, operands, scratch, stream);
+}
+
+// The GPU that holds the problem.
+runtime::Device& device_for(const Options& options) {
+  const Device asked = options.device == Device::automatic ? Device::cuda : options.device;
+  if (asked == Device::cpu) {
+    throw Unsupported("device cpu does not quantise device memory; leave device automatic");
+  }
+  return runtime::shared_device(asked);
+}
+
+const QuantizePlan::Choice& checked(const std::shared_ptr<const QuantizePlan::Choice>& choice) {
+  require(choice != nullptr,
+          "the plan is empty, as a moved-from one is; use one from"
+          " plan_quantize()");
+  return *choice;
+}
+
+}  // namespace
+
+QuantizePlan::QuantizePlan(std::shared_ptr<const Choice> choice) : choice_(std::move(choice)) {}
+
+Quantized QuantizePlan::operands() const { return checked(choice_).operands; }
+
+std::size_t QuantizePlan::workspace_bytes() const { return checked(choice_).workspace_bytes; }
+
+void QuantizePlan::run(const Problem& problem, const Quantized& to,
+                       std::span<std::byte> workspace) const {
+  const Choice& choice = checked(choice_);
+  core::Problem validated = validate(problem);
+  check_inputs(choice, problem);
+  check_operands(choice, problem, to);
+  require(workspace.size() >= choice.workspace_bytes, "workspace has ", workspace.size(),
+          " bytes; it must have at least ", choice.workspace_bytes,
+          " (QuantizePlan::workspace_bytes)");
+  validated.seqlen_q = choice.problem.seqlen_q;
+  validated.seqlen_k = choice.problem.seqlen_k;
+  if (choice.memory == Memory::host) {
+    run_on_host(choice, validated, to);
+    return;
+  }
+  require(choice.quantizer->suits(validated),
+          "q, k or v is not aligned as when the plan was made; plan again");
+  constexpr runtime::DeviceAddress granule = 16;
+  const auto first = reinterpret_cast<runtime::DeviceAddress>(workspace.data());
+  run_on_device(choice, problem, validated, to, (first + granule - 1) / granule * granule);
+}
+
+QuantizePlan plan_quantize(const Problem& problem, const Quantization& quantization,
+                           ValueLayout values, const Options& options) {
+  check_options(options);
+  check_quantization(quantization);
+  require(values <= ValueLayout::rows, "values is ", static_cast<int>(values),
+          ", which is no fovea::ValueLayout");
+  auto choice = std::make_shared<QuantizePlan::Choice>();
+  choice->problem = validate(problem);
+  const core::Problem& p = choice->problem;
+  require(!core::is_eight_bit(p.q.dtype), "q has dtype ", problem.q.dtype,
+          "; what is to be quantised must be f32, bf16 or f16");
+  require(!p.is_paged(),
+          "block_table is given; pages are not quantised, so give dense or packed"
+          " keys");
+  const std::vector<std::string> objections = quantization_objections(p);
+  if (!objections.empty()) throw Unsupported("no device quantises: " + objections.front());
+  choice->transposed = values == ValueLayout::transposed;
+  require(choice->transposed || p.head_dim_v % 8 == 0, "v has head dimension ", p.head_dim_v,
+          "; in rows it is quantised in multiples of 8, so take ValueLayout::transposed");
+  for (std::size_t i = 0; i < inputs.size(); ++i) choice->inputs[i] = problem.*inputs[i];
+  choice->memory = problem.memory;
+  choice->options = quantize_options(quantization);
+  choice->threads = options.threads;
+  choice->operands = operands_of(p, quantization.dtype, choice->transposed);
+  if (problem.memory == Memory::host) {
+    if (options.device != Device::automatic && options.device != Device::cpu) {
+      throw Unsupported(
+          text("device ", name(options.device), " does not quantise host memory; device cpu does"));
+    }
+    return QuantizePlan(std::move(choice));
+  }
+  choice->device = &device_for(options);
+  runtime::QuantizeParts wanted;
+  wanted.transpose_v = choice->transposed;
+  choice->quantizer.emplace(*choice->device, p, choice->options, wanted);
+  choice->workspace_bytes = choice->quantizer->scratch_bytes(p);
+  if (choice->workspace_bytes > 0) choice->workspace_bytes += 16;
+  return QuantizePlan(std::move(choice));
+}
+
+Problem attend(Problem problem, const Quantized& operands) {
+  // Padded columns are zero: the scale is that of the head dimension before.
+  if (!problem.softmax_scale) {
+    problem.softmax_scale = 1.0f / std::sqrt(static_cast<float>(problem.q.shape[3]));
+  }
+  problem.q = operands.q;
+  problem.k = operands.k;
+  problem.v = operands.v;
+  problem.q_scale = operands.q_scale;
+  problem.k_scale = operands.k_scale;
+  problem.v_scale = operands.v_scale;
+  problem.key_scale = operands.key_scale;
+  return problem;
+}
+
+}  // namespace fovea

@@ -1,0 +1,237 @@
+// Eight bits through the public interface: quantisation in front, quantise once and attend many
+// times, in host memory and in that of a GPU; on the CPU and on the emulated Hopper chip.
+// FOVEA_TEST_DEVICE=cuda takes a GPU.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "fovea/fovea.h"
+#include "fovea/fp8.hpp"
+#include "tests/device_call.h"
+
+namespace fovea::test {
+namespace {
+
+Device gpu_device() {
+  return test_device() == Device::cpu ? Device::emulated_sm90a : test_device();
+}
+
+CaseSpec spec_of(const std::string& name, Index d = 64) {
+  CaseSpec spec;
+  spec.name = name;
+  spec.batch = 1;
+  spec.hq = 2;
+  spec.hkv = 1;
+  spec.sq = 70;
+  spec.sk = 150;
+  spec.d = d;
+  spec.dtype = DType::bf16;
+  spec.causal = true;
+  return spec;
+}
+
+double distance(const std::vector<double>& x, const std::vector<double>& y) {
+  double squares = 0.0;
+  for (std::size_t i = 0; i < x.size(); ++i) squares += (x[i] - y[i]) * (x[i] - y[i]);
+  return std::sqrt(squares / static_cast<double>(x.size()));
+}
+
+// Of 8 bits, as their twin computes them: neither worse nor, as 16 bits would be, far better.
+void expect_eight_bits(const Call& call, const std::vector<double>& out,
+                       const Quantization& quantization = {}) {
+  const double error = distance(out, reference(call.problem).out);
+  const double twin = distance(reference_fp8(call.problem, {.quantization = quantization}).out,
+                               reference(call.problem).out);
+  EXPECT_LE(error, 1.3 * twin + 1e-3);
+  EXPECT_GE(error, 0.3 * twin) << "these are not 8 bits";
+}
+
+void run_plan(Call& call, const Options& options, const char* expected_in_explanation) {
+  const Plan chosen = plan(call.problem, options);
+  EXPECT_NE(chosen.explain().find(expected_in_explanation), std::string::npos) << chosen.explain();
+  call.out.poison();
+  std::vector<std::byte> workspace(chosen.workspace_bytes());
+  chosen.run(call.problem, workspace);
+}
+
+TEST(Fp8Plan, QuantisesInFrontOnTheCpu) {
+  for (const Fp8Scales scales : {Fp8Scales::tensor, Fp8Scales::head, Fp8Scales::block}) {
+    Call call(spec_of("front_cpu", 80));
+    const Quantization quantization{.scales = scales, .seed = 3};
+    run_plan(call, {.device = Device::cpu, .eight_bits = EightBits{quantization}}, "of 8 bits");
+    expect_eight_bits(call, call.out.values(), quantization);
+  }
+}
+
+TEST(Fp8Plan, QuantisesInFrontOnAGpu) {
+  for (const DType dtype : {DType::e4m3, DType::e5m2}) {
+    Call call(spec_of("front_gpu"));
+    const Quantization quantization{.dtype = dtype};
+    run_plan(call, {.device = gpu_device(), .eight_bits = EightBits{quantization, 64}},
+             "forward in 8 bits");
+    expect_eight_bits(call, call.out.values(), quantization);
+  }
+}
+
+// Every operand in one piece of memory.
+Quantized placed(Quantized to, std::vector<std::byte>& memory) {
+  const auto each = [&](const auto& visit) {
+    for (Tensor* t : {&to.q, &to.q_scale, &to.k, &to.v, &to.key_scale, &to.k_scale, &to.v_scale}) {
+      if (t->present) visit(*t);
+    }
+  };
+  std::size_t bytes = 64;
+  const auto size = [](const Tensor& t) {
+    return (static_cast<std::size_t>(t.shape[0] * t.stride[0]) * size_bytes(t.dtype) + 63) / 64 *
+           64;
+  };
+  each([&](const Tensor& t) { bytes += size(t); });
+  memory.assign(bytes, std::byte{0xff});
+  std::byte* next = memory.data() + 64 - reinterpret_cast<std::uintptr_t>(memory.data()) % 64;
+  each([&](Tensor& t) {
+    t.data = next;
+    next += size(t);
+  });
+  return to;
+}
+
+// The same numbers whichever way the values lie and whoever computes.
+TEST(Fp8Plan, QuantisesOnceAndAttendsManyTimes) {
+  Call call(spec_of("once", 80));
+  std::vector<std::vector<double>> outs;
+  for (const ValueLayout values : {ValueLayout::transposed, ValueLayout::rows}) {
+    const QuantizePlan quantizer = plan_quantize(call.problem, {}, values);
+    EXPECT_EQ(quantizer.workspace_bytes(), 0u);
+    std::vector<std::byte> memory;
+    const Quantized operands = placed(quantizer.operands(), memory);
+    Quantized keys = operands;
+    keys.q.data = keys.q_scale.data = nullptr;
+    quantizer.run(call.problem, keys, {});
+    Quantized queries = quantizer.operands();
+    queries.q.data = operands.q.data;
+    queries.q_scale.data = operands.q_scale.data;
+    quantizer.run(call.problem, queries, {});
+    const Problem eight_bits = attend(call.problem, operands);
+    const Reference exact = reference(eight_bits);
+    for (const Device device : {Device::cpu, gpu_device()}) {
+      call.out.poison();
+      attention(eight_bits, {.device = device});
+      outs.push_back(call.out.values());
+      expect_eight_bits(call, outs.back());
+      EXPECT_LT(distance(outs.back(), exact.out), device == Device::cpu ? 4e-3 : 3e-2);
+      EXPECT_EQ(call.out.foreign_bytes_changed(), 0);
+    }
+  }
+  EXPECT_EQ(outs[0], outs[2]);
+  EXPECT_EQ(outs[1], outs[3]);
+}
+
+// In device memory nothing stands in front of the kernel when all operands are as it reads them.
+TEST(Fp8Plan, ReadsQuantisedOperandsInPlace) {
+  Call call(spec_of("in_place"));
+  DeviceCall there(call, gpu_device());
+  runtime::Device& device = runtime::shared_device(gpu_device());
+  const Options options{.device = gpu_device()};
+  const QuantizePlan quantizer =
+      plan_quantize(there.problem, {.scales = Fp8Scales::tensor}, ValueLayout::transposed, options);
+  Quantized to = quantizer.operands();
+  std::vector<runtime::DeviceBuffer> buffers;
+  for (Tensor* t : {&to.q, &to.q_scale, &to.k, &to.v, &to.key_scale}) {
+    buffers.emplace_back(
+        device, static_cast<std::size_t>(t->shape[0] * t->stride[0]) * size_bytes(t->dtype));
+    t->data = reinterpret_cast<void*>(buffers.back().address());
+  }
+  const std::size_t bytes = quantizer.workspace_bytes();
+  const runtime::DeviceBuffer workspace(device, bytes);
+  quantizer.run(there.problem, to, {reinterpret_cast<std::byte*>(workspace.address()), bytes});
+  there.problem = attend(there.problem, to);
+  const Plan chosen = plan(there.problem, options);
+  EXPECT_NE(chosen.explain().find("q read in place, k read in place, v read in place (0 bytes)"),
+            std::string::npos)
+      << chosen.explain();
+  there.run(chosen);
+  there.fetch();
+  expect_eight_bits(call, call.out.values(), {.scales = Fp8Scales::tensor});
+}
+
+std::string refusal_of(const Problem& problem, const Options& options) {
+  try {
+    static_cast<void>(plan(problem, options));
+  } catch (const Error& refusal) {
+    return refusal.what();
+  }
+  return "nothing";
+}
+
+TEST(Fp8Plan, SaysWhatItDoesNotDo) {
+  CaseSpec spec = spec_of("refused");
+  spec.alibi = true;
+  Call call(spec);
+  Options options{.device = gpu_device(), .eight_bits = EightBits{}};
+  EXPECT_NE(refusal_of(call.problem, options).find("no ALiBi"), std::string::npos);
+  call.problem.alibi = {};
+  options.device = Device::emulated_sm100a;
+  EXPECT_NE(refusal_of(call.problem, options), "nothing");
+  options = {.device = Device::cpu, .eight_bits = EightBits{{.dtype = DType::bf16}}};
+  EXPECT_NE(refusal_of(call.problem, options).find("quantization.dtype is bf16"),
+            std::string::npos);
+  Call wide(spec_of("wide", 320));
+  options.eight_bits = EightBits{};
+  EXPECT_NE(refusal_of(wide.problem, options).find("head dimensions up to 256"), std::string::npos);
+  const float scale = 1.0f;
+  call.problem.q_scale = contiguous(&scale, DType::f32, {1, 1, 1, 1});
+  EXPECT_NE(refusal_of(call.problem, {}).find("q_scale is present but q, k and v are bf16"),
+            std::string::npos);
+}
+
+TEST(Fp8Plan, TheCInterfaceQuantisesToo) {
+  Call call(spec_of("c_interface"));
+  const auto tensor = [](const Tensor& t) {
+    fovea_tensor c =
+        fovea_tensor_contiguous(t.data, static_cast<fovea_dtype>(t.dtype), t.shape.data());
+    std::copy(t.stride.begin(), t.stride.end(), c.stride);
+    return c;
+  };
+  fovea_problem problem;
+  ASSERT_EQ(fovea_problem_init(&problem, sizeof problem), FOVEA_OK);
+  problem.q = tensor(call.problem.q);
+  problem.k = tensor(call.problem.k);
+  problem.v = tensor(call.problem.v);
+  problem.out = tensor(call.problem.out);
+  problem.causal = 1;
+  const fovea_quantization quantization = fovea_quantization_default();
+  fovea_quantize_plan* plan = nullptr;
+  ASSERT_EQ(
+      fovea_quantize_plan_create(&problem, &quantization, FOVEA_VALUES_TRANSPOSED, nullptr, &plan),
+      FOVEA_OK)
+      << fovea_last_error();
+  fovea_quantized to;
+  ASSERT_EQ(fovea_quantize_plan_operands(plan, &to, sizeof to), FOVEA_OK);
+  std::vector<std::vector<std::byte>> memory;
+  for (fovea_tensor* t : {&to.q, &to.q_scale, &to.k, &to.v, &to.key_scale}) {
+    memory.emplace_back(static_cast<std::size_t>(t->shape[0] * t->stride[0] * 4));
+    t->data = memory.back().data();
+  }
+  EXPECT_EQ(fovea_quantize_plan_run(plan, &problem, &to, nullptr, 0), FOVEA_OK)
+      << fovea_last_error();
+  EXPECT_EQ(fovea_problem_attend(&problem, &to), FOVEA_OK) << fovea_last_error();
+  EXPECT_EQ(fovea_attention(&problem, nullptr, nullptr), FOVEA_OK) << fovea_last_error();
+  expect_eight_bits(call, call.out.values());
+  fovea_quantize_plan_destroy(plan);
+
+  fovea_options options;
+  ASSERT_EQ(fovea_options_init(&options, sizeof options), FOVEA_OK);
+  options.eight_bits = 1;
+  constexpr int wrong = 7;
+  std::memcpy(&options.quantization.scales, &wrong, sizeof wrong);
+  problem.q = tensor(call.problem.q);
+  EXPECT_EQ(fovea_attention(&problem, &options, nullptr), FOVEA_INVALID_ARGUMENT);
+  EXPECT_NE(std::strstr(fovea_last_error(), "quantization.scales is 7"), nullptr)
+      << fovea_last_error();
+}
+
+}  // namespace
+}  // namespace fovea::test
