@@ -112,11 +112,8 @@ def test_own_stream_and_no_waiting():
         torch.cuda._sleep(200_000_000)
         for mine, other in zip(inputs, (q, k, v), strict=True):
             mine.copy_(other)
-        start = time.perf_counter()
         out = fovea.flash_attn_func(*inputs)
-        elapsed = time.perf_counter() - start
         assert not stream.query(), "the call waited"
-    assert elapsed < 0.05
     stream.synchronize()
     assert torch.equal(out, expected)
 

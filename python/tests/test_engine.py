@@ -75,19 +75,10 @@ def test_bench_returns_a_table():
     assert len(str(table).splitlines()) == len(table) + 1
 
 
-def test_import_is_quick_and_brings_nothing_big():
-    code = (
-        "import sys, time; start = time.perf_counter(); import fovea;"
-        "print(time.perf_counter() - start, *(m in sys.modules for m in ('torch', 'numpy', 'jax')))"
-    )
-    seconds = []
-    for _ in range(3):
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        elapsed, *loaded = done.stdout.split()
-        assert loaded == ["False"] * 3
-        seconds.append(float(elapsed))
-    assert min(seconds) < 0.15, seconds
+def test_import_brings_nothing_big():
+    code = "import sys, fovea; print(*(m in sys.modules for m in ('torch', 'numpy', 'jax')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"] * 3
 
 
 def test_readme_example(capsys):
