@@ -2,6 +2,7 @@
 
 #include "runtime/devices.h"
 #include "runtime/eight_bits.h"
+#include "runtime/forward_fp8.h"
 #include "runtime/forward_gpu.h"
 #include "runtime/forward_tuning.h"
 #include "runtime/plan.h"
@@ -65,11 +66,13 @@ std::shared_ptr<const ForwardKernel> fitting_kernel(Device& device, const Forwar
 }  // namespace
 
 std::vector<std::string> supports(const core::Problem& problem, const GpuTarget& target) {
-  std::vector<std::string> reasons = forward_supports(problem, target.arch);
   if (in_eight_bits(problem, target.options)) {
+    // The nearest kernel is the 8-bit one: its reasons, and one more.
+    std::vector<std::string> reasons = forward_fp8_supports(problem, target.arch);
     reasons.emplace_back("its 16-bit kernel does not compute in 8 bits");
+    return reasons;
   }
-  return reasons;
+  return forward_supports(problem, target.arch);
 }
 
 std::shared_ptr<const GpuProgram> prepare(const core::Problem& problem, Device& device,
