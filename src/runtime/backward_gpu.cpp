@@ -427,6 +427,8 @@ BackwardKernels::BackwardKernels(Device& device, const BwdConfig& config,
     request.text = backward_text(config, part);
     request.arch = device.properties().arch;
     request.format = device.properties().image_format;
+    // A rare set of features that spills a few registers is slow, but right; the tests name it.
+    request.strict = false;
     const CompileResult compiled = jit.compile(request);
     kernels_[static_cast<std::size_t>(part)] = device.load(compiled.image->bytes, kernel_entry);
   }
