@@ -33,12 +33,12 @@ constexpr core::int32 head_dim = 64;
 
 // On a chip of one SM all tiles fall to one CTA, so that every ring goes round from tile to tile.
 // Neither the last keys nor the last queries fill a block. First tiles of several blocks, then many
-// tiles of a single one.
+// tiles of a single one, then many of several.
 struct Shape {
   core::int32 batch;
   int64 seqlen;
 };
-constexpr Shape shapes[] = {{1, 300}, {5, 40}};
+constexpr Shape shapes[] = {{1, 300}, {5, 40}, {2, 600}};
 
 core::Problem problem(const Shape& shape) {
   core::Problem p;
@@ -170,9 +170,9 @@ TEST(ForwardFaults, NearlyEveryOneIsReported) {
   }
   std::printf("%s", table.text().c_str());
   EXPECT_EQ(table.all().wrong_only, 0) << "a wrong result must not pass unreported";
-  // Of eight that go unnoticed five are no faults, and three are barriers inside a warp
+  // Of six that go unnoticed three are no faults, and three are barriers inside a warp
   // (docs/emulator.md says which).
-  EXPECT_GE(table.all().reported, table.all().total - 8);
+  EXPECT_GE(table.all().reported, table.all().total - 6);
 }
 
 // Blackwell's kernel has three times as many such instructions. One in `share` is broken.
@@ -199,8 +199,8 @@ void break_blackwell(const core::Fwd100Config& config, std::uint64_t share) {
     reported += row.reported;
   }
   EXPECT_GT(total, 0);
-  // 88.6 of 100; a draw of few may be less lucky (docs/kernels/fwd_sm100.md).
-  EXPECT_GE(100 * reported, (all ? 88 : 70) * total);
+  // 92.6 of 100; a draw of few may be less lucky (docs/kernels/fwd_sm100.md).
+  EXPECT_GE(100 * reported, (all ? 92 : 75) * total);
 }
 
 core::Fwd100Config blackwell(core::SoftmaxPolicy softmax) {
