@@ -246,9 +246,9 @@ class StreamedTile : TileRows<exp2_degree> {
     return false;
   }
 
-  // Reads one element in each page of the next block's rows. Where the address of a page has to be
-  // looked up in memory, asking for its lines ahead waits for that, page after page; reads side by
-  // side have their pages looked up side by side.
+  // Reads one byte in each page of the next block's rows. Where the address of a page has to be
+  // looked up in memory, asking for its lines ahead holds everything up, page after page; reads
+  // side by side have their pages looked up side by side (docs/performance.md).
   void translate_pages(const core::View& view, int64 first_key, int64 count) const {
     constexpr int64 page_bytes = 4096;
     const KeyRows rows = this->key_rows(view, this->tile_.head_kv);

@@ -82,6 +82,20 @@ __forceinline__ core::KeyRange rows_that_see(const BwdParams& params, const BwdS
   return rows.begin < rows.end ? rows : core::KeyRange{0, 0};
 }
 
+// True if keys [key_begin, key_begin + keys) all exist and every one of the rows
+// [q_begin, q_begin + rows), which exist too, sees them by its position.
+template <auto C, int32 rows, int32 keys>
+__forceinline__ bool sees_all(const BwdParams& params, const BwdSequence& s, int32 q_begin,
+                              int32 key_begin) {
+  const int32 q_last = q_begin + rows - 1;
+  const int32 key_last = key_begin + keys - 1;
+  const int32 shift = s.length_k - s.length_q;
+  bool all = q_last < s.length_q && key_last < s.length_k;
+  if constexpr (C.bound_right) all = all && key_last <= q_begin + shift + params.window_right;
+  if constexpr (C.bound_left) all = all && key_begin >= q_last + shift - params.window_left;
+  return all;
+}
+
 // Where lse_log2 and delta have the numbers of a query row.
 template <auto C>
 __forceinline__ int64 row_number(const BwdParams& params, const BwdSequence& s, int32 head,

@@ -31,36 +31,6 @@ struct Load100Backward {
     bool keys = false;           // keys: looks for unseen ones
   };
 
-  // Whether a row of a tile holds infinity or NaN.
-  __forceinline__ bool is_special(SharedAddress row, int32 panels, uint32 panel_bytes) const {
-    constexpr uint32 exponents = C.dtype == DType::bf16 ? 0x7f807f80u : 0x7c007c00u;
-    bool special = false;
-#pragma unroll 1
-    for (int32 i = 0; i < 8 * panels; ++i) {
-      const uint4 v = load_shared_x4(row + i / 8 * panel_bytes + i % 8 * 16);
-      const uint32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-      for (int32 j = 0; j < 4; ++j) {
-        const uint32 held = ~words[j] & exponents;
-        special = special || (held & 0xffffu) == 0 || (held >> 16) == 0;
-      }
-    }
-    return special;
-  }
-
-  // Whether any query of any head sees a key, bias and mask considered.
-  __forceinline__ bool is_seen(int32 key) const {
-    const core::KeyRange rows = rows_that_see<C>(params, work.sequence, key, key + 1);
-    for (int32 i = 0; i < params.group_size; ++i) {
-      const BwdScores<C> of(params, work.sequence, work.head_kv * params.group_size + i);
-#pragma unroll 1
-      for (int32 query = static_cast<int32>(rows.begin); query < rows.end; ++query) {
-        if (of.shows(query, key)) return true;
-      }
-    }
-    return false;
-  }
-
   // Clears rows of a tile, one lane each; swizzling permutes 16-byte chunks of a row.
   __forceinline__ void clear_rows(SharedAddress target, int32 count, int32 panels,
                                   const Tile& tile) {
@@ -73,7 +43,8 @@ struct Load100Backward {
         if (tile.lse != nullptr) clear = clear || tile.lse[i] == infinity;
         // Looked for only where it would do harm.
         if (tile.keys && !clear) {
-          clear = is_special(row, panels, panel_bytes) && !is_seen(tile.first + i);
+          clear = is_special<C>(row, panels, panel_bytes) &&
+                  !is_seen<C>(params, work.sequence, work.head_kv, tile.first + i);
         }
       }
 #pragma unroll 1

@@ -95,4 +95,37 @@ struct BwdScores {
   }
 };
 
+// Whether any query of any head of a group sees a key, bias and mask considered.
+template <auto C>
+__forceinline__ bool is_seen(const BwdParams& params, const BwdSequence& s, int32 head_kv,
+                             int32 key) {
+  const core::KeyRange rows = rows_that_see<C>(params, s, key, key + 1);
+  for (int32 i = 0; i < params.group_size; ++i) {
+    const BwdScores<C> of(params, s, head_kv * params.group_size + i);
+#pragma unroll 1
+    for (int32 query = static_cast<int32>(rows.begin); query < rows.end; ++query) {
+      if (of.shows(query, key)) return true;
+    }
+  }
+  return false;
+}
+
+// Whether a row of a tile in shared memory holds infinity or NaN; its panels lie so far apart.
+template <auto C>
+__forceinline__ bool is_special(SharedAddress row, int32 panels, uint32 panel_bytes) {
+  constexpr uint32 exponents = C.dtype == DType::bf16 ? 0x7f807f80u : 0x7c007c00u;
+  bool special = false;
+#pragma unroll 1
+  for (int32 i = 0; i < 8 * panels; ++i) {
+    const uint4 v = load_shared_x4(row + i / 8 * panel_bytes + i % 8 * 16);
+    const uint32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int32 j = 0; j < 4; ++j) {
+      const uint32 held = ~words[j] & exponents;
+      special = special || (held & 0xffffu) == 0 || (held >> 16) == 0;
+    }
+  }
+  return special;
+}
+
 }  // namespace fovea::device

@@ -232,19 +232,6 @@ struct Compute100Backward {
 
   // -- What hides
 
-  // True if every key of the CTA exists and is seen by every row of the block.
-  __forceinline__ bool sees_all(int32 block) const {
-    const BwdSequence& s = work.sequence;
-    const int32 q_begin = block * Plan::rows;
-    const int32 q_last = q_begin + Plan::rows - 1;
-    const int32 key_last = work.key_begin + Plan::keys - 1;
-    const int32 shift = s.length_k - s.length_q;
-    bool all = q_last < s.length_q && key_last < s.length_k;
-    if constexpr (C.bound_right) all = all && key_last <= q_begin + shift + params.window_right;
-    if constexpr (C.bound_left) all = all && work.key_begin >= q_last + shift - params.window_left;
-    return all;
-  }
-
   // Rows [first, first + width) of a block, which see this thread's key.
   struct Visible {
     int32 first;
@@ -455,7 +442,9 @@ struct Compute100Backward {
   }
 
   __forceinline__ void step(int32 n, int32 head, int32 block) {
-    const bool hides = core::modifies_backward(C) || !sees_all(block);
+    const bool hides = core::modifies_backward(C) ||
+                       !sees_all<C, Plan::rows, Plan::keys>(params, work.sequence,
+                                                            block * Plan::rows, work.key_begin);
     plan.row_ring.wait_full(row_state);
     wait_for<C>(plan.scores_full, n);
     tcgen05_fence_after();

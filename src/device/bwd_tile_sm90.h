@@ -70,15 +70,8 @@ struct BwdTile {
 
   // True if every key of the block exists and is seen by every row of this one.
   __forceinline__ bool sees_all(int32 block) const {
-    const BwdSequence& s = work.sequence;
-    const int32 q_begin = block * Plan::rows;
-    const int32 q_last = q_begin + Plan::rows - 1;
-    const int32 key_last = work.key_begin + Plan::keys - 1;
-    const int32 shift = s.length_k - s.length_q;
-    bool all = q_last < s.length_q && key_last < s.length_k;
-    if constexpr (C.bound_right) all = all && key_last <= q_begin + shift + params.window_right;
-    if constexpr (C.bound_left) all = all && work.key_begin >= q_last + shift - params.window_left;
-    return all;
+    return device::sees_all<C, Plan::rows, Plan::keys>(params, work.sequence, block * Plan::rows,
+                                                       work.key_begin);
   }
 
   // What a thread's keys and queries see of each other in this block, by position.
@@ -116,38 +109,6 @@ struct BwdTile {
     named_barrier_sync<Plan::clear_barrier, 256>();
   }
 
-  // Whether a row of k holds infinity or NaN.
-  __forceinline__ bool is_special(int32 row) const {
-    constexpr uint32 exponents = C.dtype == DType::bf16 ? 0x7f807f80u : 0x7c007c00u;
-    bool special = false;
-#pragma unroll 1
-    for (int32 i = 0; i < 8 * Plan::panels; ++i) {
-      const uint4 v = load_shared_x4(shared_address(plan.k) +
-                                     (i / 8 * Plan::keys + row) * Plan::row_bytes + i % 8 * 16);
-      const uint32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-      for (int32 j = 0; j < 4; ++j) {
-        const uint32 held = ~words[j] & exponents;
-        special = special || (held & 0xffffu) == 0 || (held >> 16) == 0;
-      }
-    }
-    return special;
-  }
-
-  // Whether any query of any head sees a key of the block, bias and mask considered.
-  __forceinline__ bool is_seen(int32 row) const {
-    const int32 key = work.key_begin + row;
-    const core::KeyRange rows = rows_that_see<C>(params, work.sequence, key, key + 1);
-    for (int32 i = 0; i < params.group_size; ++i) {
-      const BwdScores<C> of(params, work.sequence, work.head_kv * params.group_size + i);
-#pragma unroll 1
-      for (int32 query = static_cast<int32>(rows.begin); query < rows.end; ++query) {
-        if (of.shows(query, key)) return true;
-      }
-    }
-    return false;
-  }
-
   // Keys that no query of the sequence sees, or that do not exist. What bias and mask hide is
   // looked for only where it would do harm.
   __forceinline__ void clear_unseen_keys() {
@@ -161,7 +122,11 @@ struct BwdTile {
     const int32 row = 128 * warpgroup + thread();
     if (row < Plan::keys) {
       bool clear = row < begin || row >= end;
-      if constexpr (core::hides_anywhere(C)) clear = clear || (is_special(row) && !is_seen(row));
+      if constexpr (core::hides_anywhere(C)) {
+        const SharedAddress key = shared_address(plan.k) + row * Plan::row_bytes;
+        clear = clear || (is_special<C>(key, Plan::panels, Plan::keys * Plan::row_bytes) &&
+                          !is_seen<C>(params, work.sequence, work.head_kv, work.key_begin + row));
+      }
       if (clear) clear_row(shared_address(plan.k), Plan::panels, Plan::keys, row);
     }
     publish_cleared();
