@@ -8,6 +8,7 @@
 #include "runtime/backward_gpu.h"
 #include "runtime/gradients.h"
 #include "runtime/problem.h"
+#include "runtime/settings.h"
 #include "runtime/staging.h"
 #include "runtime/text.h"
 
@@ -48,16 +49,9 @@ void set_switch(BwdConfig& config, std::string_view name, std::string_view value
 }  // namespace
 
 void override_backward(BwdConfig& config, std::string_view text_given) {
-  std::string_view rest = text_given;
-  while (!rest.empty()) {
-    const std::size_t comma = std::min(rest.find(','), rest.size());
-    const std::string_view entry = rest.substr(0, comma);
-    rest.remove_prefix(std::min(comma + 1, rest.size()));
-    const std::size_t equals = entry.find('=');
-    require(equals != std::string_view::npos, "configuration has '", entry,
-            "'; it is a list of name=value");
-    set_switch(config, entry.substr(0, equals), entry.substr(equals + 1));
-  }
+  for_each_setting(text_given, [&](std::string_view name, std::string_view value) {
+    set_switch(config, name, value);
+  });
 }
 
 std::string backward_switches(const BwdConfig& config) {

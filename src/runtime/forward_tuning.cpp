@@ -10,6 +10,7 @@
 #include "runtime/eight_bits.h"
 #include "runtime/plan.h"
 #include "runtime/problem.h"
+#include "runtime/settings.h"
 #include "runtime/staging.h"
 #include "runtime/text.h"
 
@@ -245,17 +246,9 @@ std::string techniques(const Fwd100Config& chosen, const model::Gpu& gpu) {
 
 void override_forward(ForwardConfig& config, std::string_view text_given) {
   if (text_given.empty()) return;
-  std::string_view rest = text_given;
-  while (!rest.empty()) {
-    const std::size_t comma = std::min(rest.find(','), rest.size());
-    const std::string_view entry = rest.substr(0, comma);
-    rest.remove_prefix(std::min(comma + 1, rest.size()));
-    const std::size_t equals = entry.find('=');
-    require(equals != std::string_view::npos, "configuration has '", entry,
-            "'; it is a list of name=value");
-    std::visit([&](auto& c) { set_field(c, entry.substr(0, equals), entry.substr(equals + 1)); },
-               config);
-  }
+  for_each_setting(text_given, [&](std::string_view name, std::string_view value) {
+    std::visit([&](auto& c) { set_field(c, name, value); }, config);
+  });
   const std::string fault = forward_objection(config);
   require(fault.empty(), "configuration is ", text_given, ", but ", fault);
 }

@@ -153,6 +153,24 @@ FaultOutcome outcome_of(Bench& bench, const Mutant& mutant) {
   return reached ? FaultOutcome::unnoticed : FaultOutcome::unreached;
 }
 
+// Breaks the bench's kernel in every way, or in one of `share` drawn by a seed. Prints the table
+// and what goes unnoticed.
+FaultTable break_kernel(Bench& bench, std::uint64_t share) {
+  FaultTable table;
+  std::mt19937_64 random(7);
+  for (const Mutant& mutant : mutants_of(bench.original(), std::string(runtime::kernel_entry))) {
+    if (random() % share != 0) continue;
+    const FaultOutcome outcome = outcome_of(bench, mutant);
+    table.add(mutant.kind, outcome);
+    if (outcome == FaultOutcome::reported) continue;
+    std::printf("%s: line %d [%s] %.110s\n", name(outcome), mutant.line, mutant.kind.c_str(),
+                mutant.before.c_str());
+  }
+  std::printf("%s", table.text().c_str());
+  EXPECT_EQ(table.all().wrong_only, 0) << "a wrong result must not pass unreported";
+  return table;
+}
+
 TEST(ForwardFaults, NearlyEveryOneIsReported) {
   core::FwdConfig config =
       runtime::choose_forward_sm90(problem(shapes[0]), core::SoftmaxPolicy::sum_guard);
@@ -160,37 +178,21 @@ TEST(ForwardFaults, NearlyEveryOneIsReported) {
   config.tile_k = 64;
   config.stages = 2;  // so that the rings go round
   Bench bench(config, "emulated:sm_90a");
-  FaultTable table;
-  for (const Mutant& mutant : mutants_of(bench.original(), std::string(runtime::kernel_entry))) {
-    const FaultOutcome outcome = outcome_of(bench, mutant);
-    table.add(mutant.kind, outcome);
-    if (outcome == FaultOutcome::reported) continue;
-    std::printf("%s: line %d [%s] %.110s\n", name(outcome), mutant.line, mutant.kind.c_str(),
-                mutant.before.c_str());
-  }
-  std::printf("%s", table.text().c_str());
-  EXPECT_EQ(table.all().wrong_only, 0) << "a wrong result must not pass unreported";
+  const FaultTable table = break_kernel(bench, 1);
   // Of six that go unnoticed three are no faults, and three are barriers inside a warp
   // (docs/emulator.md says which).
   EXPECT_GE(table.all().reported, table.all().total - 6);
 }
 
-// Blackwell's kernel has three times as many such instructions. One in `share` is broken.
-void break_blackwell(const core::Fwd100Config& config, std::uint64_t share) {
+// Blackwell's kernel has three times as many such instructions: one in six is broken, unless all
+// are asked for.
+TEST(ForwardFaults, NearlyEveryOneIsReportedOnBlackwell) {
+  core::Fwd100Config config = runtime::choose_forward_sm100(
+      problem(shapes[0]), core::SoftmaxPolicy::conditional, "sm_100a");
+  config.stages = 2;
   Bench bench(config, "emulated:sm_100a");
-  FaultTable table;
-  const bool all = std::getenv("FOVEA_ALL_FAULTS") != nullptr;
-  std::mt19937_64 random(7);
-  for (const Mutant& mutant : mutants_of(bench.original(), std::string(runtime::kernel_entry))) {
-    if (!all && random() % share != 0) continue;
-    const FaultOutcome outcome = outcome_of(bench, mutant);
-    table.add(mutant.kind, outcome);
-    if (outcome == FaultOutcome::reported) continue;
-    std::printf("%s: line %d [%s] %.110s\n", name(outcome), mutant.line, mutant.kind.c_str(),
-                mutant.before.c_str());
-  }
-  std::printf("%s", table.text().c_str());
-  EXPECT_EQ(table.all().wrong_only, 0) << "a wrong result must not pass unreported";
+  const bool every = std::getenv("FOVEA_ALL_FAULTS") != nullptr;
+  const FaultTable table = break_kernel(bench, every ? 1 : 6);
   // Barriers inside a warp left out: the emulator runs its lanes together (docs/emulator.md).
   int total = 0, reported = 0;
   for (const FaultTable::Row& row : table.rows) {
@@ -200,17 +202,7 @@ void break_blackwell(const core::Fwd100Config& config, std::uint64_t share) {
   }
   EXPECT_GT(total, 0);
   // 92.6 of 100; a draw of few may be less lucky (docs/kernels/fwd_sm100.md).
-  EXPECT_GE(100 * reported, (all ? 92 : 75) * total);
-}
-
-core::Fwd100Config blackwell(core::SoftmaxPolicy softmax) {
-  core::Fwd100Config config = runtime::choose_forward_sm100(problem(shapes[0]), softmax, "sm_100a");
-  config.stages = 2;
-  return config;
-}
-
-TEST(ForwardFaults, NearlyEveryOneIsReportedOnBlackwell) {
-  break_blackwell(blackwell(core::SoftmaxPolicy::conditional), 6);
+  EXPECT_GE(100 * reported, (every ? 92 : 75) * total);
 }
 
 }  // namespace
