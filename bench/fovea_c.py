@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 F32, BF16 = 0, 1
+E4M3 = 3
 DEVICE_CPU, DEVICE_CUDA = 1, 2
 MEMORY_DEVICE = 1
 
@@ -48,6 +49,23 @@ class Problem(ctypes.Structure):
         ("deterministic", ctypes.c_int32),
         ("memory", ctypes.c_int),
         ("stream", ctypes.c_void_p),
+        *((name, Tensor) for name in ("q_scale", "k_scale", "v_scale", "key_scale")),
+    ]
+
+
+class Quantization(ctypes.Structure):
+    _fields_ = [
+        ("dtype", ctypes.c_int),
+        ("scales", ctypes.c_int),
+        ("rotate", ctypes.c_int32),
+        ("seed", ctypes.c_uint64),
+    ]
+
+
+class Quantized(ctypes.Structure):
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        *((name, Tensor) for name in ("q", "q_scale", "k", "v", "key_scale", "k_scale", "v_scale")),
     ]
 
 
@@ -59,6 +77,9 @@ class Options(ctypes.Structure):
         ("softmax", ctypes.c_int),
         ("own_workspace", ctypes.c_int32),
         ("configuration", ctypes.c_char_p),
+        ("eight_bits", ctypes.c_int32),
+        ("quantization", Quantization),
+        ("promote_keys", ctypes.c_int64),
     ]
 
 
@@ -147,10 +168,26 @@ class Library:
         options.own_workspace = 1
         return BackwardPlan(self, problem, gradients, options)
 
-    def device_plan(self, problem: Problem) -> "Plan":
+    def device_plan(self, problem: Problem, promote_keys: int | None = None,
+                    configuration: str = "") -> "Plan":
+        """promote_keys: keys that one accumulator of 8-bit products sums; None: not in 8 bits."""
         options = self.options(DEVICE_CUDA)
         options.own_workspace = 1
+        options.configuration = configuration.encode()
+        if promote_keys is not None:
+            options.eight_bits = 1
+            options.promote_keys = promote_keys
         return Plan(self, problem, options)
+
+    def quantize_plan(self, problem: Problem) -> "QuantizePlan":
+        return QuantizePlan(self, problem)
+
+    def attend(self, problem: Problem, operands: Quantized) -> Problem:
+        """The problem with these operands in place of its q, k and v."""
+        attending = Problem.from_buffer_copy(problem)
+        status = self._lib.fovea_problem_attend(ctypes.byref(attending), ctypes.byref(operands))
+        self.check(status)
+        return attending
 
 
 class Plan:
@@ -178,6 +215,50 @@ class Plan:
             self._workspace.ctypes.data,
             self.workspace_bytes,
             None,
+        )
+        if status != 0:
+            self._library.check(status)
+
+    def __del__(self):
+        if getattr(self, "_handle", None):
+            self._destroy(self._handle)
+
+
+class QuantizePlan:
+    """Quantisation of a device_problem()'s operands with scales for blocks; values transposed."""
+
+    OPERANDS = ("q", "q_scale", "k", "v", "key_scale")
+
+    def __init__(self, library: Library, problem: Problem):
+        self._library, lib = library, library._lib
+        lib.fovea_quantization_default.restype = Quantization
+        quantization = lib.fovea_quantization_default()
+        options = library.options(DEVICE_CUDA)
+        handle = ctypes.c_void_p()
+        library.check(
+            lib.fovea_quantize_plan_create(
+                ctypes.byref(problem), ctypes.byref(quantization), 0, ctypes.byref(options),
+                ctypes.byref(handle),
+            )
+        )
+        self._handle = handle
+        lib.fovea_quantize_plan_destroy.argtypes = [ctypes.c_void_p]
+        self._destroy, self._run = lib.fovea_quantize_plan_destroy, lib.fovea_quantize_plan_run
+
+    def operands(self) -> Quantized:
+        """Shapes and dtypes, without data."""
+        operands = Quantized()
+        self._library.check(
+            self._library._lib.fovea_quantize_plan_operands(
+                self._handle, ctypes.byref(operands), ctypes.c_size_t(ctypes.sizeof(operands))
+            )
+        )
+        return operands
+
+    def run(self, problem: Problem, to: Quantized) -> None:
+        """Scales of blocks need no workspace."""
+        status = self._run(
+            self._handle, ctypes.byref(problem), ctypes.byref(to), None, ctypes.c_size_t(0)
         )
         if status != 0:
             self._library.check(status)

@@ -1,0 +1,297 @@
+#!/usr/bin/env python3
+"""fovea in 8 bits on a GPU: the tables of docs/kernels/fp8.md.
+
+    bench/gpu_fp8.py                       both tables: forward, and quantisation beside a copy
+    bench/gpu_fp8.py --lab DIR             beside the kernel DIR/lab8, a process of its own, in turns
+    bench/gpu_fp8.py --cases d64-full-16k  some rows; --list names them
+    bench/gpu_fp8.py --also 192:warpgroups=2,tile_k=128    another interval and configuration
+    bench/gpu_fp8.py --json FILE           every time measured, as JSON
+
+Needs a GPU, PyTorch with CUDA, and the bench library (scripts/bench builds it).
+
+Method: that of gpu_peers.py. Operands are standard normal, quantised before with scales for blocks
+and rotated; rows "from bf16" quantise in front of every run. "Promoted" moves what the tensor
+cores have summed into fp32 every 768 keys, the default; "plain" never does. TFLOPS: 4 x batch x
+heads x pairs that the mask leaves x head_dim / time. Outputs are compared with PyTorch's in bf16:
+rms of the difference over rms of the output.
+
+The lab kernel computes full attention at head dimension 128 and lengths that its tiles divide; of
+its configurations the fastest counts.
+
+A quantising pass reads 16 bits an element and writes 8 and the scales; the copy beside it moves
+equally many bytes, half of them read and half written.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpu_peers import PAUSE_SECONDS, ROOT, Case, Inputs, cell, milliseconds, torch
+from fovea_c import Library, Problem, Quantized, QuantizePlan
+
+PROMOTE_KEYS = 768
+WARM_SECONDS = 0.25
+TURNS = 3  # of all engines, the lab among them
+TOLERANCE = 0.1  # of the difference to bf16, over the output
+LAB_SHARE = 0.95  # floor of fovea over the lab
+
+
+@dataclass(frozen=True)
+class Row:
+    case: Case
+    floor: float = 0.0  # TFLOPS
+    of_full: float = 0.0  # floor over the full row of the same length
+
+    @property
+    def in_lab(self) -> bool:
+        return self.case.head_dim == 128 and not self.case.causal
+
+
+ROWS = [
+    Row(cell(128, 4096, False)),
+    Row(cell(128, 16384, False)),
+    Row(cell(128, 16384, False, warm=True)),
+    Row(cell(128, 32768, False)),
+    Row(cell(128, 4096, True), of_full=0.8),
+    Row(cell(128, 16384, True), of_full=0.92),
+    Row(cell(128, 32768, True), of_full=0.96),
+    Row(cell(64, 16384, False), floor=730),
+    Row(cell(64, 16384, True), floor=690),
+    Row(cell(256, 4096, False), floor=1200),
+    Row(cell(256, 16384, False), floor=1100),
+]
+
+
+class Operands:
+    """Inputs in bf16 and the same quantised."""
+
+    def __init__(self, library: Library, inputs: Inputs):
+        case = inputs.case
+        self.inputs, self.out = inputs, torch.empty_like(inputs.q)
+        self.problem = library.device_problem(
+            inputs.q, inputs.k, inputs.v, self.out, case.causal, case.window, None, case.seqlen,
+            torch.cuda.current_stream().cuda_stream,
+        )
+        self.quantizer = library.quantize_plan(self.problem)
+        self.codes, self._memory = self.quantizer.operands(), []
+        for name in QuantizePlan.OPERANDS:
+            view = getattr(self.codes, name)
+            elements = 1 + sum((n - 1) * s for n, s in zip(view.shape, view.stride))
+            # The scales of keys have some behind the last that a kernel may read.
+            memory = torch.zeros(4 * elements + 4096, device="cuda", dtype=torch.uint8)
+            view.data = memory.data_ptr()
+            self._memory.append(memory)
+
+    def only(self, *names: str) -> Quantized:
+        chosen = self.quantizer.operands()
+        for name in names:
+            getattr(chosen, name).data = getattr(self.codes, name).data
+        return chosen
+
+    def difference(self) -> float:
+        i = self.inputs
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+            truth = torch.nn.functional.scaled_dot_product_attention(
+                i.q, i.k, i.v, is_causal=i.case.causal
+            )
+        squares = [x.float().square().mean().item() for x in (self.out - truth, truth)]
+        return (squares[0] / squares[1]) ** 0.5
+
+
+class Forward:
+    def __init__(self, library: Library, operands: Operands, problem: Problem, promote_keys: int,
+                 configuration: str = ""):
+        self._operands, self._problem = operands, problem
+        self._plan = library.device_plan(problem, promote_keys, configuration)
+
+    def __call__(self):
+        self._plan.run(self._problem)
+
+
+def lab_tflops(lab: Path, seqlen: int, launches: int, warm: bool) -> float:
+    """Of the lab's fastest configuration, in a process of its own while this one rests."""
+    command = [lab / "lab8", str(seqlen), str(launches), "0" if warm else "5"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    return max(float(rate) for rate in re.findall(r"tflops=([\d.]+)", text))
+
+
+def cool(engine, launches: int):
+    times = []
+    for _ in range(launches):
+        torch.cuda.synchronize()
+        time.sleep(PAUSE_SECONDS)
+        times.append(milliseconds(engine, 1))
+    return times
+
+
+def warm(engine):
+    launches = max(3, int(500 * WARM_SECONDS / milliseconds(engine, 3)))
+    for _ in range(launches):
+        engine()
+    return [milliseconds(engine, launches)]
+
+
+def engines_of(library: Library, operands: Operands, also):
+    """name -> a launch; what ptxas refuses is left out, with its reason."""
+    codes = library.attend(operands.problem, operands.codes)
+    wanted = [("plain", codes, 0, ""), ("promoted", codes, PROMOTE_KEYS, ""),
+              ("from bf16", operands.problem, PROMOTE_KEYS, "")]
+    for text in also:
+        keys, _, configuration = text.partition(":")
+        wanted.append((text, codes, int(keys), configuration))
+    found, missing = {}, []
+    for name, problem, keys, configuration in wanted:
+        try:
+            found[name] = Forward(library, operands, problem, keys, configuration)
+        except RuntimeError as error:
+            missing.append(f"{name}: {str(error).splitlines()[0][:90]}")
+    return found, missing
+
+
+def measure(library: Library, row: Row, rounds: int, lab: Path | None, also):
+    """name -> every time in milliseconds and the lab's TFLOPS; the difference to bf16; notes."""
+    inputs = Inputs(row.case)
+    operands = Operands(library, inputs)
+    operands.quantizer.run(operands.problem, operands.codes)
+    engines, missing = engines_of(library, operands, also)
+    difference = 0.0
+    for engine in engines.values():
+        operands.out.fill_(float("nan"))
+        engine()
+        difference = max(difference, operands.difference())
+        milliseconds(engine, 2)
+    times = {name: [] for name in engines}
+    lab_rates = []
+    for _ in range(TURNS):
+        for name, engine in engines.items():
+            times[name] += warm(engine) if row.case.warm else cool(engine, rounds)
+        if lab and row.in_lab:
+            launches = 40 if row.case.warm else rounds
+            lab_rates.append(lab_tflops(lab, row.case.seqlen, launches, row.case.warm))
+    rates = {n: inputs.flops / statistics.median(t) * 1e-9 for n, t in times.items()}
+    if lab_rates:
+        rates["lab"] = statistics.median(lab_rates)
+    return rates, times, difference, missing
+
+
+def judge(row: Row, rates, full):
+    """The floor as text, and whether it holds: None where what it needs was not measured."""
+    plain = rates["plain"]
+    if row.floor:
+        return f"{plain / row.floor:.2f} of {row.floor:.0f}", plain >= row.floor
+    if row.of_full and row.case.seqlen in full:
+        share = plain / full[row.case.seqlen]
+        return f"{share:.2f} of full, floor {row.of_full}", share >= row.of_full
+    if "lab" in rates:
+        share = plain / rates["lab"]
+        return f"{share:.2f} of lab, floor {LAB_SHARE}", share >= LAB_SHARE
+    return "", None
+
+
+def forward_table(library: Library, rows, arguments):
+    columns = ["plain", "promoted", "from bf16", "lab", *arguments.also]
+    print(f"| TFLOPS | {' | '.join(columns)} | promoted over plain | plain | error |")
+    print("|---" * (len(columns) + 4) + "|")
+    everything, full, below = {}, {}, []
+    for row in rows:
+        rates, times, difference, notes = measure(
+            library, row, arguments.rounds, arguments.lab, arguments.also
+        )
+        everything[row.case.name] = {"ms": times, "tflops": rates}
+        if row.case.head_dim == 128 and not row.case.causal and not row.case.warm:
+            full[row.case.seqlen] = rates["plain"]
+        floor, holds = judge(row, rates, full)
+        if holds is False:
+            below.append(row.case.name)
+        if not difference < TOLERANCE:
+            below.append(f"{row.case.name}, error {difference:.1e}")
+        cells = [f"{rates[name]:.0f}" if name in rates else "" for name in columns]
+        print(f"| {row.case.name} | {' | '.join(cells)} | "
+              f"{rates.get('promoted', float('nan')) / rates['plain']:.2f} | {floor} | "
+              f"{difference:.1e} |{' ' + '; '.join(notes) if notes else ''}", flush=True)
+        torch.cuda.empty_cache()
+    return everything, below
+
+
+def quantize_table(library: Library, rounds: int):
+    print("\n| quantise, bytes a second | TB/s | copy | of copy, floor 0.7 |\n|---|---|---|---|")
+    everything, below = {}, []
+    for head_dim in (64, 128, 256):
+        inputs = Inputs(cell(head_dim, 4096, False))
+        operands = Operands(library, inputs)
+        elements = inputs.q.numel()
+        for label, names, count in (("q, rotated", ("q", "q_scale"), elements),
+                                    ("k rotated, v", ("k", "v", "key_scale"), 2 * elements)):
+            size = 3 * count
+            to = operands.only(*names)
+            source, target = (
+                torch.randint(0, 255, (size // 2,), device="cuda", dtype=torch.uint8)
+                for _ in range(2)
+            )
+            engines = {
+                "fovea": lambda to=to: operands.quantizer.run(operands.problem, to),
+                "copy": lambda source=source, target=target: target.copy_(source),
+            }
+            times = {name: [] for name in engines}
+            for engine in engines.values():
+                milliseconds(engine, 2)
+            for _ in range(3 * rounds):
+                for name, engine in engines.items():
+                    times[name] += cool(engine, 1)
+            rate = {n: size / statistics.median(t) * 1e-9 for n, t in times.items()}
+            share = rate["fovea"] / rate["copy"]
+            name = f"d={head_dim} {label}"
+            everything[name] = times
+            if share < 0.7:
+                below.append(name)
+            print(f"| {name} | {rate['fovea']:.2f} | {rate['copy']:.2f} | {share:.2f} |", flush=True)
+    return everything, below
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", help="names, separated by commas; quantize is the second table")
+    parser.add_argument("--list", action="store_true", help="name the cases")
+    parser.add_argument("--rounds", type=int, default=4, help="launches of each engine and turn")
+    parser.add_argument("--lab", type=Path, help="folder of lab8")
+    parser.add_argument("--also", action="append", default=[], metavar="KEYS[:FIELD=VALUE,...]")
+    parser.add_argument("--library", type=Path, default=ROOT / "build/bench/libfovea_bench.so")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    names = [*(row.case.name for row in ROWS), "quantize"]
+    if arguments.list:
+        print("\n".join(names))
+        return 0
+    wanted = arguments.cases.split(",") if arguments.cases else names
+    unknown = set(wanted) - set(names)
+    if unknown:
+        sys.exit(f"gpu_fp8: --cases has {', '.join(sorted(unknown))}; --list names the cases")
+    if not torch.cuda.is_available():
+        sys.exit("gpu_fp8: PyTorch sees no CUDA device")
+    library = Library(arguments.library)
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, "
+          f"fovea {library.version()}\n")
+    everything, below = {}, []
+    rows = [row for row in ROWS if row.case.name in wanted]
+    if rows:
+        everything, below = forward_table(library, rows, arguments)
+    if "quantize" in wanted:
+        passes, slow = quantize_table(library, arguments.rounds)
+        everything["quantize"] = passes
+        below += slow
+    print(f"\nBelow the floor: {'; '.join(below) or 'none'}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(everything, indent=1))
+    return 1 if below else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
