@@ -2,7 +2,7 @@
 """fovea in 8 bits on a GPU: the tables of docs/kernels/fp8.md.
 
     bench/gpu_fp8.py                       both tables: forward, and quantisation beside a copy
-    bench/gpu_fp8.py --lab DIR             beside the kernel DIR/lab8, a process of its own, in turns
+    bench/gpu_fp8.py --lab DIR             beside the kernel DIR/lab8, in turns
     bench/gpu_fp8.py --cases d64-full-16k  some rows; --list names them
     bench/gpu_fp8.py --also 192:warpgroups=2,tile_k=128    another interval and configuration
     bench/gpu_fp8.py --json FILE           every time measured, as JSON
@@ -250,7 +250,8 @@ def quantize_table(library: Library, rounds: int):
             everything[name] = times
             if share < 0.7:
                 below.append(name)
-            print(f"| {name} | {rate['fovea']:.2f} | {rate['copy']:.2f} | {share:.2f} |", flush=True)
+            print(f"| {name} | {rate['fovea']:.2f} | {rate['copy']:.2f} | {share:.2f} |",
+                  flush=True)
     return everything, below
 
 
