@@ -162,7 +162,8 @@ BenchCommand::BenchCommand(CLI::App* app) : Command(app) {
        });
   text("--batch", "B", "Batch, without --grid; by default 1",
        [this](const std::string& t) { batch_ = parse_integer("--batch", t, 1, 1 << 20); });
-  text("--repeat", "N", "Runs of each case; by default as many as fit in a second, at least 3",
+  text("--repeat", "N",
+       "Runs of each case; by default as many as fit in a second, at least 3; on a GPU 9",
        [this](const std::string& t) {
          repeat_ = static_cast<int>(parse_integer("--repeat", t, 1, max_repeat));
        });

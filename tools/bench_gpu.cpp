@@ -19,15 +19,11 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds pause{5};   // before a launch of a chip at rest
-constexpr double busy_ms = 250.0;  // a chip that is kept busy is measured over so long
-constexpr int default_repeat = 7;
-
-struct Times {
-  double cool_ms = 0.0;
-  double warm_ms = 0.0;
-  Statistics statistics;
-};
+constexpr milliseconds pause{5};  // before a launch of a chip at rest
+constexpr int default_rounds = 9;
+constexpr double heating_ms = 250.0;  // brings the chip to the temperature and clock of steady work
+constexpr double busy_ms = 60.0;      // of each candidate, a round of a chip that is kept busy
+constexpr int busy_rounds = 3;
 
 // A problem in device memory, with the inputs of the host's workload, and its gradients.
 class DeviceWorkload {
@@ -57,42 +53,51 @@ class DeviceWorkload {
   std::vector<DeviceMemory> memories_;
 };
 
-// Of a launch, which has run once to warm up.
-Times time_launches(const std::function<void()>& launch, Device device, int repeat) {
-  Times times;
+// Times of one candidate, a round each.
+struct Times {
+  std::vector<double> cool_ms, warm_ms;
+};
+
+// Launches of several candidates, which have run once to warm up. They take turns, since the chip
+// warms up by 5 % within seconds: measured one after the other, the first would win. Device time:
+// no launch waits for the host.
+std::vector<Times> time_in_turns(const std::vector<std::function<void()>>& launches, Device device,
+                                 int rounds) {
+  std::vector<Times> times(launches.size());
   DeviceTimer timer(device);
-  std::vector<double> cool;
-  for (int i = 0; i < (repeat > 0 ? repeat : default_repeat); ++i) {
-    std::this_thread::sleep_for(pause);
-    timer.start();
-    launch();
-    timer.stop();
-    cool.push_back(timer.milliseconds());
+  const auto repeat = [&](std::size_t which, double ms) {
+    const int count =
+        std::max(1, static_cast<int>(ms / std::max(median(times[which].cool_ms), 1e-3)));
+    for (int i = 0; i < count; ++i) launches[which]();
+    return count;
+  };
+  for (int round = 0; round < (rounds > 0 ? rounds : default_rounds); ++round) {
+    for (std::size_t i = 0; i < launches.size(); ++i) {
+      std::this_thread::sleep_for(pause);
+      timer.give_head_start();
+      timer.start();
+      launches[i]();
+      timer.stop();
+      times[i].cool_ms.push_back(timer.milliseconds());
+    }
   }
-  times.cool_ms = median(cool);
-  // The first half brings the chip to the temperature and clock that the second is measured at.
-  const int runs = std::max(1, static_cast<int>(busy_ms / std::max(times.cool_ms, 1e-3)));
-  for (int i = 0; i < runs; ++i) launch();
-  timer.start();
-  for (int i = 0; i < runs; ++i) launch();
-  timer.stop();
-  times.warm_ms = timer.milliseconds() / runs;
+  for (int round = 0; round < busy_rounds; ++round) {
+    for (std::size_t i = 0; i < launches.size(); ++i) {
+      repeat(i, round == 0 && i == 0 ? heating_ms : busy_ms / 3);
+      timer.start();
+      const int count = repeat(i, busy_ms);
+      timer.stop();
+      times[i].warm_ms.push_back(timer.milliseconds() / count);
+    }
+  }
   return times;
 }
 
-Times time_plan(const Plan& chosen, const Problem& problem, Device device, int repeat) {
-  Statistics statistics;
-  chosen.run(problem, {}, &statistics);  // warms up and waits
-  Times times = time_launches([&] { chosen.run(problem, {}); }, device, repeat);
-  times.statistics = statistics;
-  return times;
-}
-
-Times time_backward(const BackwardPlan& chosen, const DeviceWorkload& there, Device device,
-                    int repeat) {
-  const auto launch = [&] { chosen.run(there.problem(), there.gradients(), {}); };
-  launch();
-  return time_launches(launch, device, repeat);
+// How many times as fast as `base`, in the median round.
+double speed_ratio(const std::vector<double>& base, const std::vector<double>& ms) {
+  std::vector<double> ratios;
+  for (std::size_t i = 0; i < ms.size(); ++i) ratios.push_back(base[i] / ms[i]);
+  return median(ratios);
 }
 
 // One line of a table: a problem with a configuration and a softmax policy.
@@ -103,126 +108,117 @@ struct Line {
   std::string remark;
   std::optional<double> model_ms;
   double flops = 0.0;
-  Times times;
-  std::string fault = {};  // why it did not run
+  double cool_ms = 0.0;
+  double warm_ms = 0.0;
+  double cool_ratio = 1.0;  // to the case's first line, what a plan takes
+  double warm_ratio = 1.0;
+  Statistics statistics;
+  std::string fault;  // why it did not run
 };
 
 class Bench {
  public:
-  Bench(int repeat, bool quiet) : repeat_(repeat), quiet_(quiet) {}
+  Bench(int rounds, bool quiet) : rounds_(rounds), quiet_(quiet) {}
 
   // Gradients of what the forward pass left in device memory.
   void run_backward(const BenchCase& entry, GpuBench what) {
     Workload workload = make_workload(entry.shape, entry.options, true);
     fill_inputs(workload, 1);
     add_gradients(workload, 1);
-    const Device device = entry.options.run.device;
-    const DeviceWorkload there(workload, device);
-    if (info_.name.empty()) info_ = device_info(device);
+    const DeviceWorkload there = begin(entry, workload);
     attention(there.problem(), entry.options.run);
     std::vector<std::string> list{entry.options.run.configuration};
     if (what == GpuBench::sweep)
       list = backward_configurations(there.problem(), there.gradients(), info_.arch);
+    Options options = entry.options.run;
     for (const std::string& configuration : list) {
-      Line line{shape_string(entry.shape),
-                describe(entry.options) + " backward",
-                configuration,
-                list.size() > 1 && configuration == list.front() ? "chosen" : "",
-                std::nullopt,
-                backward_flop_count(workload.problem),
-                {}};
-      Options options = entry.options.run;
-      options.own_workspace = true;
-      options.configuration = configuration;
-      try {
-        line.times = time_backward(plan_backward(there.problem(), there.gradients(), options),
-                                   there, device, repeat_);
-      } catch (const Error&) {
-        throw;
-      } catch (const std::exception& fault) {  // one that does not compile without spilling
-        line.fault = fault.what();
-      }
-      lines_.push_back(line);
+      Line line = line_of(entry, backward_flop_count(workload.problem));
+      line.problem += " backward";
+      line.configuration = options.configuration = configuration;
+      line.remark = list.size() > 1 && configuration == list.front() ? "chosen" : "";
+      add(line, options, [&](const Options& own, Statistics&) -> std::function<void()> {
+        const BackwardPlan chosen = plan_backward(there.problem(), there.gradients(), own);
+        return [chosen, &there] { chosen.run(there.problem(), there.gradients(), {}); };
+      });
     }
+    time_case(options.device);
   }
 
   void run(const BenchCase& entry, GpuBench what) {
     Workload workload = make_workload(entry.shape, entry.options);
     fill_inputs(workload, 1);
-    const Device device = entry.options.run.device;
-    const DeviceWorkload there(workload, device);
-    if (info_.name.empty()) info_ = device_info(device);
-    const double flops = flop_count(workload.problem);
-    const auto add = [&](const std::string& configuration, const std::string& remark,
-                         Softmax softmax, std::optional<double> model_ms) {
-      Line line{shape_string(entry.shape),
-                describe(entry.options),
-                configuration,
-                remark,
-                model_ms,
-                flops,
-                {}};
+    const DeviceWorkload there = begin(entry, workload);
+    const auto candidate = [&](const std::string& configuration, const std::string& remark,
+                               Softmax softmax, std::optional<double> model_ms) {
+      Line line = line_of(entry, flop_count(workload.problem));
       Options options = entry.options.run;
-      options.own_workspace = true;
-      options.configuration = configuration;
+      line.configuration = options.configuration = configuration;
+      line.remark = remark;
+      line.model_ms = model_ms;
       options.softmax = softmax;
-      try {
-        line.times = time_plan(plan(there.problem(), options), there.problem(), device, repeat_);
-      } catch (const Error&) {
-        throw;
-      } catch (const std::exception& fault) {  // one that does not compile without spilling
-        line.fault = fault.what();
-      }
-      lines_.push_back(line);
+      add(line, options, [&](const Options& own, Statistics& statistics) -> std::function<void()> {
+        const Plan chosen = plan(there.problem(), own);
+        chosen.run(there.problem(), {}, &statistics);
+        return [chosen, &there] { chosen.run(there.problem(), {}); };
+      });
     };
-    const Softmax softmax = entry.options.run.softmax;
+    const Options& options = entry.options.run;
     switch (what) {
-      case GpuBench::choice: add("", "", softmax, std::nullopt); break;
-      case GpuBench::sweep:
-        for (const Configuration& c :
-             configurations(there.problem(), entry.options.run, info_.name)) {
-          if (c.refusal.empty()) add(c.text, c.chosen ? "chosen" : c.binding, softmax, c.model_ms);
+      case GpuBench::choice:
+        candidate(options.configuration, "", options.softmax, std::nullopt);
+        break;
+      case GpuBench::sweep: {
+        std::vector<Configuration> list = configurations(there.problem(), options, info_.name);
+        std::stable_partition(list.begin(), list.end(),
+                              [](const Configuration& c) { return c.chosen; });
+        for (const Configuration& c : list) {
+          if (!c.refusal.empty()) continue;
+          candidate(c.text, c.chosen ? "chosen" : c.binding, options.softmax, c.model_ms);
         }
         break;
+      }
       case GpuBench::ablate: {
-        const std::vector<std::string> list =
-            ablations(there.problem(), entry.options.run, info_.name);
+        const std::vector<std::string> list = ablations(there.problem(), options, info_.name);
         for (const std::string& c : list) {
-          add(c, c == list.front() ? "as chosen" : difference(list.front(), c), softmax,
-              std::nullopt);
+          candidate(c, c == list.front() ? "as chosen" : difference(list.front(), c),
+                    options.softmax, std::nullopt);
         }
         for (const Softmax policy : {Softmax::online, Softmax::conditional, Softmax::sum_guard}) {
-          add("", fmt::format("softmax {}", name(policy)), policy, std::nullopt);
+          candidate("", fmt::format("softmax {}", name(policy)), policy, std::nullopt);
         }
         break;
       }
     }
+    time_case(options.device);
   }
 
   void print() const {
     if (quiet_) return;
-    fmt::print("{}, {} multiprocessors; cool: 5 ms before each launch; warm: back to back\n",
-               info_.name, info_.multiprocessors);
-    Table table({"b,hq,hkv,sq,sk,d", "problem", "cool ms", "TFLOPS", "of peak", "warm ms", "TFLOPS",
-                 "model ms", "repaired", "retaken", "configuration", ""});
+    fmt::print(
+        "{}, {} multiprocessors; device time; cool: 5 ms before each launch; warm: back to "
+        "back; x: speed over the first line's, both in turns\n",
+        info_.name, info_.multiprocessors);
+    Table table({"b,hq,hkv,sq,sk,d", "problem", "cool ms", "TFLOPS", "of peak", "x", "warm ms",
+                 "TFLOPS", "x", "model ms", "repaired", "retaken", "", "configuration"});
     for (const Line& line : lines_) {
       if (!line.fault.empty()) {
-        table.add({line.shape, line.problem, "", "", "", "", "", "", "", "", line.configuration,
-                   line.fault.substr(0, 60)});
+        table.add({line.shape, line.problem, "", "", "", "", "", "", "", "", "", "", line.remark,
+                   line.fault.substr(0, 100)});
         continue;
       }
-      table.add({line.shape, line.problem, fmt::format("{:.4f}", line.times.cool_ms),
-                 fmt::format("{:.0f}", tflops(line, line.times.cool_ms)),
+      table.add({line.shape, line.problem, fmt::format("{:.4f}", line.cool_ms),
+                 fmt::format("{:.0f}", tflops(line, line.cool_ms)),
                  info_.peak_tflops_16bit > 0.0
-                     ? fmt::format("{:.1f} %", 100.0 * tflops(line, line.times.cool_ms) /
-                                                   info_.peak_tflops_16bit)
+                     ? fmt::format("{:.1f} %",
+                                   100.0 * tflops(line, line.cool_ms) / info_.peak_tflops_16bit)
                      : "",
-                 fmt::format("{:.4f}", line.times.warm_ms),
-                 fmt::format("{:.0f}", tflops(line, line.times.warm_ms)),
+                 fmt::format("{:.3f}", line.cool_ratio), fmt::format("{:.4f}", line.warm_ms),
+                 fmt::format("{:.0f}", tflops(line, line.warm_ms)),
+                 fmt::format("{:.3f}", line.warm_ratio),
                  line.model_ms ? fmt::format("{:.4f}", *line.model_ms) : "",
-                 fmt::format("{}", line.times.statistics.repairs),
-                 fmt::format("{}", line.times.statistics.recomputed_tiles), line.configuration,
-                 line.remark});
+                 fmt::format("{}", line.statistics.repairs),
+                 fmt::format("{}", line.statistics.recomputed_tiles), line.remark,
+                 line.configuration});
     }
     fmt::print("{}", table.text());
   }
@@ -235,12 +231,14 @@ class Bench {
                   {"configuration", line.configuration},
                   {"remark", line.remark}};
       if (line.fault.empty()) {
-        row["cool_ms"] = line.times.cool_ms;
-        row["warm_ms"] = line.times.warm_ms;
-        row["cool_tflops"] = tflops(line, line.times.cool_ms);
-        row["warm_tflops"] = tflops(line, line.times.warm_ms);
-        row["repairs"] = line.times.statistics.repairs;
-        row["recomputed_tiles"] = line.times.statistics.recomputed_tiles;
+        row["cool_ms"] = line.cool_ms;
+        row["warm_ms"] = line.warm_ms;
+        row["cool_tflops"] = tflops(line, line.cool_ms);
+        row["warm_tflops"] = tflops(line, line.warm_ms);
+        row["cool_ratio"] = line.cool_ratio;
+        row["warm_ratio"] = line.warm_ratio;
+        row["repairs"] = line.statistics.repairs;
+        row["recomputed_tiles"] = line.statistics.recomputed_tiles;
       } else {
         row["fault"] = line.fault;
       }
@@ -255,7 +253,55 @@ class Bench {
   }
 
  private:
+  using Prepare = std::function<std::function<void()>(const Options&, Statistics&)>;
+
   static double tflops(const Line& line, double ms) { return line.flops / ms * 1e-9; }
+
+  DeviceWorkload begin(const BenchCase& entry, const Workload& workload) {
+    const Device device = entry.options.run.device;
+    if (info_.name.empty()) info_ = device_info(device);
+    candidates_.clear();
+    launches_.clear();
+    return {workload, device};
+  }
+
+  static Line line_of(const BenchCase& entry, double flops) {
+    Line line;
+    line.shape = shape_string(entry.shape);
+    line.problem = describe(entry.options);
+    line.flops = flops;
+    return line;
+  }
+
+  // A candidate of the case: compiled, and run once.
+  void add(Line line, Options options, const Prepare& prepare) {
+    options.own_workspace = true;
+    try {
+      const std::function<void()> launch = prepare(options, line.statistics);
+      launch();
+      launches_.push_back(launch);
+      candidates_.push_back(lines_.size());
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& fault) {  // one that does not compile without spilling
+      line.fault = fault.what();
+    }
+    lines_.push_back(std::move(line));
+  }
+
+  // Of the candidates added since begin(), whose memory is still there.
+  void time_case(Device device) {
+    synchronize(device);
+    const std::vector<Times> times = time_in_turns(launches_, device, rounds_);
+    for (std::size_t i = 0; i < times.size(); ++i) {
+      Line& line = lines_[candidates_[i]];
+      line.cool_ms = median(times[i].cool_ms);
+      line.warm_ms = median(times[i].warm_ms);
+      line.cool_ratio = speed_ratio(times.front().cool_ms, times[i].cool_ms);
+      line.warm_ratio = speed_ratio(times.front().warm_ms, times[i].warm_ms);
+    }
+    launches_.clear();
+  }
 
   // The field in which two lists of "name=value" differ.
   static std::string difference(const std::string& from, const std::string& to) {
@@ -265,10 +311,13 @@ class Bench {
     return to.substr(begin, to.find(',', position) - begin);
   }
 
-  int repeat_;
+  int rounds_;
   bool quiet_;
   DeviceInfo info_;
   std::vector<Line> lines_;
+  // Of the case that is being measured: launches, and the lines they belong to.
+  std::vector<std::function<void()>> launches_;
+  std::vector<std::size_t> candidates_;
 };
 
 }  // namespace

@@ -1,4 +1,5 @@
-// fovea bench on a GPU: times by the device's own clock, of a chip at rest and of one kept busy.
+// fovea bench on a GPU: times by the device's own clock, of a chip at rest and of one kept busy,
+// the configurations of a case in turns.
 #pragma once
 
 #include <vector>
@@ -19,8 +20,8 @@ enum class GpuBench : std::uint8_t {
   ablate   // each switch of the schedule turned over, and every softmax policy
 };
 
-// Prints tables unless quiet, and gives the same as JSON. `repeat` launches with a pause before
-// each, 0: seven. Backward has no switches to turn off one by one: its sweep is all of them.
+// Prints tables unless quiet, and gives the same as JSON. `repeat` rounds of launches with a pause
+// before each, 0: nine. Backward has no switches to turn off one by one: its sweep is all of them.
 [[nodiscard]] Json bench_gpu(const std::vector<BenchCase>& cases, GpuBench what, bool backward,
                              int repeat, bool quiet);
 

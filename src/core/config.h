@@ -231,4 +231,11 @@ struct CopyParams {
 
 inline constexpr int32 copy_threads = 256;
 
+// The parameter of device/spin.cuh, which one warp runs.
+struct SpinParams {
+  uint64 nanoseconds = 0;
+};
+
+inline constexpr int32 spin_threads = 32;
+
 }  // namespace fovea::core

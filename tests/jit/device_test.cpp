@@ -14,6 +14,7 @@
 
 #include "core/numeric.h"
 #include "device/tile.h"
+#include "fovea/device.hpp"
 #include "fovea/fovea.hpp"
 #include "runtime/source.h"
 #include "tests/jit/jit_support.h"
@@ -448,6 +449,20 @@ INSTANTIATE_TEST_SUITE_P(Devices, DeviceTest, testing::ValuesIn(test_devices()),
                            }
                            return name;
                          });
+
+TEST(DeviceTimer, LeavesOutTheHeadStart) {
+  const bool on_gpu = test_devices().front().starts_with("cuda");
+  DeviceTimer timer(on_gpu ? fovea::Device::cuda : fovea::Device::emulated_sm90a);
+  timer.start();
+  timer.give_head_start();
+  timer.stop();
+  const double with = timer.milliseconds();
+  timer.give_head_start();
+  timer.start();
+  timer.stop();
+  EXPECT_GT(with, on_gpu ? 0.49 : 0.0);
+  EXPECT_LT(timer.milliseconds(), with);
+}
 
 TEST(OpenDevice, SaysWhichNamesThereAre) {
   for (const char* name : {"gpu", "cuda:", "cuda:x", "cuda:-1", "emulated", ""}) {
