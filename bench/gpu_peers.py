@@ -4,6 +4,7 @@
     bench/gpu_peers.py                         the whole table of the forward pass
     bench/gpu_peers.py --backward              that of the gradients, and of those in a fixed order
     bench/gpu_peers.py --cases d128-full-4k    some cells; --list names them
+    bench/gpu_peers.py --lab DIR               beside the lab kernel in DIR, too (full attention)
     bench/gpu_peers.py --json FILE             every time measured, as JSON
 
 Needs a GPU, PyTorch with CUDA, and the bench library (scripts/bench builds it). No compiler beside
@@ -18,11 +19,17 @@ events; the GPU spins before the first, so that no launch waits for the host (--
 and a time includes the host's way through each library). TFLOPS: 4 x batch x heads x pairs that the
 mask leaves x head_dim / time, backward 10 for 4. Outputs are compared: engines that did not
 compute the same thing are no peers.
+
+The lab kernel is a program of its own, `lab SEQLEN ITERATIONS PAUSE_MS`, which prints a line for
+each of its configurations and rounds lengths up to whole tiles. It runs three times, between the
+rounds of the others; the fastest configuration of the head dimension counts, by its own TFLOPS.
 """
 
 import argparse
 import json
+import re
 import statistics
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -40,6 +47,7 @@ TOLERANCE = 2e-2
 PAUSE_SECONDS = 0.005
 WARM_SECONDS = 0.25
 HEAD_START_CYCLES = 1_000_000
+BLOCKS = 3  # of rounds, with the lab kernel between them
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,7 @@ class Case:
     window: int = -1  # keys to the left
     ragged: bool = False  # sequences of 128 to seqlen keys, packed
     floor: float = 0.0  # of fovea over cuDNN
+    lab_floor: float = 0.0  # of fovea over the lab kernel
 
     @property
     def heads_q(self) -> int:
@@ -72,21 +81,22 @@ def size(seqlen: int) -> str:
     return f"{seqlen // 1024}k" if seqlen >= 1024 else str(seqlen)
 
 
-def cell(head_dim: int, seqlen: int, causal: bool, floor: float = 0.0, warm: bool = False) -> Case:
+def cell(head_dim: int, seqlen: int, causal: bool, floor: float = 0.0, warm: bool = False,
+         lab_floor: float = 0.0) -> Case:
     mask = "causal" if causal else "full"
     name = f"d{head_dim}-{mask}-{size(seqlen)}{'-warm' if warm else ''}"
-    return Case(name, head_dim, seqlen, causal, warm, floor=floor)
+    return Case(name, head_dim, seqlen, causal, warm, floor=floor, lab_floor=lab_floor)
 
 
 CASES = [
     *(cell(128, s, False, f) for s, f in ((512, 1.15), (1024, 1.1), (2048, 1.1))),
-    *(cell(128, s, False) for s in (4096, 8192, 16384)),
-    cell(128, 16384, False, 1.06, warm=True),
+    *(cell(128, s, False, lab_floor=1.0) for s in (4096, 8192, 16384)),
+    cell(128, 16384, False, 1.06, warm=True, lab_floor=1.0),
     cell(128, 32768, False, 1.1, warm=True),
     *(cell(128, s, True, f) for s, f in ((4096, 1.2), (16384, 1.08), (32768, 1.12))),
-    *(cell(64, s, False) for s in (4096, 16384)),
+    *(cell(64, s, False, lab_floor=1.0) for s in (4096, 16384)),
     *(cell(64, s, True, f) for s, f in ((4096, 1.15), (16384, 1.2))),
-    *(cell(256, s, False) for s in (4096, 8192, 16384)),
+    *(cell(256, s, False, lab_floor=1.0) for s in (4096, 8192, 16384)),
     *(cell(256, s, True, f) for s, f in ((4096, 1.08), (16384, 1.02))),
     Case("gqa-32-8-full-4k", 128, 4096, heads=32, heads_kv=8, floor=1.0),
     Case("gqa-32-8-causal-4k", 128, 4096, True, heads=32, heads_kv=8, floor=1.0),
@@ -289,25 +299,43 @@ def milliseconds(engine, launches: int, idle: bool = False) -> float:
     return begin.elapsed_time(end) / launches
 
 
-def measure_cool(engines, rounds: int, idle: bool):
-    times = {engine.name: [] for engine in engines}
+class Lab:
+    """The program of the lab kernel, beside which full attention is held."""
+
+    name = "lab"
+    line = re.compile(r"lab d(\d+) .* tflops=([\d.]+) err=([\d.e+-]+)")
+
+    def __init__(self, folder: Path):
+        self._program = folder / "lab"
+
+    def tflops(self, case: Case) -> float:
+        """Of its fastest configuration that computed the right thing."""
+        torch.cuda.synchronize()
+        launches = 40 if case.warm else 3
+        pause = 0 if case.warm else round(1000 * PAUSE_SECONDS)
+        text = subprocess.run(
+            [self._program, str(case.seqlen), str(launches), str(pause)],
+            check=True, capture_output=True, text=True,
+        ).stdout
+        lines = (self.line.match(line) for line in text.splitlines())
+        found = [(float(m[2]), float(m[3])) for m in lines if m and int(m[1]) == case.head_dim]
+        return max((rate for rate, error in found if error < 4e-3), default=float("nan"))
+
+
+def measure_cool(engines, rounds: int, idle: bool, times):
     for _ in range(rounds):
         for engine in engines:
             torch.cuda.synchronize()
             time.sleep(PAUSE_SECONDS)
             times[engine.name].append(milliseconds(engine, 1, idle))
-    return times
 
 
-def measure_warm(engines):
-    launches = {e.name: max(3, int(500 * WARM_SECONDS / milliseconds(e, 3))) for e in engines}
-    times = {engine.name: [] for engine in engines}
-    for _ in range(3):
-        for engine in engines:
-            for _ in range(launches[engine.name]):
-                engine()
-            times[engine.name].append(milliseconds(engine, launches[engine.name]))
-    return times
+def measure_warm(engines, times):
+    for engine in engines:
+        launches = max(3, int(500 * WARM_SECONDS / milliseconds(engine, 3)))
+        for _ in range(launches):
+            engine()
+        times[engine.name].append(milliseconds(engine, launches))
 
 
 def largest_difference(a, b) -> float:
@@ -316,10 +344,24 @@ def largest_difference(a, b) -> float:
     return max((x.float() - y.float()).abs().max().item() for x, y in pairs)
 
 
-def measure(library: Library, case: Case, rounds: int, idle: bool, backward: bool):
-    """The row of a case: name -> median TFLOPS; every time; the largest difference; notes."""
+@dataclass
+class Row:
+    """A case: median TFLOPS and every time in milliseconds, by name; the largest difference."""
+
+    rates: dict
+    times: dict
+    difference: float
+    notes: list
+
+    def ratio(self, peers) -> float:
+        """Of fovea to the fastest of the peers, NaN without one."""
+        peer = max((self.rates[name] for name in peers if name in self.rates), default=0.0)
+        return self.rates[Fovea.name] / peer if peer else float("nan")
+
+
+def measure(library: Library, case: Case, arguments) -> Row:
     inputs = Inputs(case)
-    if backward:
+    if arguments.backward:
         inputs.add_gradient()
         engines, missing = backward_engines_of(library, inputs)
     else:
@@ -328,11 +370,24 @@ def measure(library: Library, case: Case, rounds: int, idle: bool, backward: boo
     difference = max(
         [largest_difference(outputs[0], other) for other in outputs[1:]], default=float("nan")
     )
+    if not difference < TOLERANCE:
+        missing.append(f"outputs differ by {difference:.1e}")
     for engine in engines:
         milliseconds(engine, 2)
-    times = measure_warm(engines) if case.warm else measure_cool(engines, rounds, idle)
+    lab = Lab(arguments.lab) if arguments.lab and case.lab_floor else None
+    times = {engine.name: [] for engine in engines}
+    lab_rates = []
+    for _ in range(BLOCKS):
+        if case.warm:
+            measure_warm(engines, times)
+        else:
+            measure_cool(engines, max(1, arguments.rounds // BLOCKS), arguments.idle, times)
+        if lab:
+            lab_rates.append(lab.tflops(case))
     rates = {n: inputs.flops / statistics.median(t) * 1e-9 for n, t in times.items()}
-    return rates, times, difference, missing
+    if lab:
+        rates[Lab.name] = statistics.median(lab_rates)
+    return Row(rates, times, difference, missing)
 
 
 def main() -> int:
@@ -343,6 +398,7 @@ def main() -> int:
     parser.add_argument("--cases", help="names, separated by commas")
     parser.add_argument("--list", action="store_true", help="name the cases")
     parser.add_argument("--rounds", type=int, default=9, help="launches of each engine, cool")
+    parser.add_argument("--lab", type=Path, metavar="DIR", help="folder of the program lab")
     parser.add_argument("--idle", action="store_true", help="launch into an idle stream")
     parser.add_argument("--library", type=Path, default=ROOT / "build/bench/libfovea_bench.so")
     parser.add_argument("--json", type=Path)
@@ -362,27 +418,22 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, "
           f"cuDNN {torch.backends.cudnn.version()}, fovea {library.version()}\n")
     third = "fovea in turns" if arguments.backward else TorchFlash.name
-    print(f"| case | fovea | cuDNN | {third} | ratio | floor | max diff |")
-    print("|---|---|---|---|---|---|---|")
+    names = (Fovea.name, Cudnn.name, third, Lab.name)
+    print(f"| case | {' | '.join(names)} | ratio | floor | to lab | floor | max diff |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     everything, below = {}, []
     for case in (case for case in cases if case.name in wanted):
-        rates, times, difference, missing = measure(
-            library, case, arguments.rounds, arguments.idle, arguments.backward
-        )
-        everything[case.name] = times
-        peer = max(
-            (rate for name, rate in rates.items() if not name.startswith("fovea")), default=0.0
-        )
-        ratio = rates["fovea"] / peer if peer else float("nan")
-        if not difference < TOLERANCE:
-            missing.append(f"outputs differ by {difference:.1e}")
-        if case.floor and not ratio >= case.floor:
+        row = measure(library, case, arguments)
+        everything[case.name] = row.times
+        ratios = ((row.ratio((Cudnn.name, TorchFlash.name)), case.floor),
+                  (row.ratio((Lab.name,)), case.lab_floor if Lab.name in row.rates else 0.0))
+        if any(floor and not ratio >= floor for ratio, floor in ratios):
             below.append(case.name)
-        names = (Fovea.name, Cudnn.name, third)
-        columns = [f"{rates[name]:.0f}" if name in rates else "" for name in names]
-        floor = f"{case.floor:.2f}x" if case.floor else ""
-        print(f"| {case.name} | {' | '.join(columns)} | {ratio:.2f}x | {floor} | {difference:.1e} |"
-              f"{' ' + '; '.join(missing) if missing else ''}", flush=True)
+        columns = [f"{row.rates[name]:.0f}" if name in row.rates else "" for name in names]
+        for ratio, floor in ratios:
+            columns += [f"{ratio:.3f}x" if ratio == ratio else "", f"{floor:.2f}x" if floor else ""]
+        print(f"| {case.name} | {' | '.join(columns)} | {row.difference:.1e} |"
+              f"{' ' + '; '.join(row.notes) if row.notes else ''}", flush=True)
         torch.cuda.empty_cache()
     print(f"\nTFLOPS. Below the floor: {', '.join(below) or 'none'}")
     if arguments.json:

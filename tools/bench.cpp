@@ -134,6 +134,7 @@ class BenchCommand : public Command {
   bool sweep_ = false;
   bool ablate_ = false;
   bool backward_ = false;
+  std::vector<std::string> beside_;
 };
 
 BenchCommand::BenchCommand(CLI::App* app) : Command(app) {
@@ -174,6 +175,11 @@ BenchCommand::BenchCommand(CLI::App* app) : Command(app) {
   app->add_flag("--ablate", ablate_,
                 "On a GPU: each switch of the schedule turned over, and every softmax policy")
       ->disable_flag_override();
+  text("--beside", "NAME=VALUE,.../...",
+       "On a GPU: configurations, separated by slashes, to be timed beside the plan's choice",
+       [this](const std::string& t) {
+         for (const std::string_view part : split(t, '/')) beside_.emplace_back(part);
+       });
   add_problem_options(*app, options_);
 }
 
@@ -357,9 +363,13 @@ void BenchCommand::execute_on_gpu(JsonOutput& json) const {
     throw Error("--ablate is for the forward pass; with --backward, --sweep times every schedule");
   }
   if (sweep_ && ablate_) throw Error("--sweep and --ablate are two tables; give one of them");
-  const GpuBench what = sweep_ ? GpuBench::sweep : ablate_ ? GpuBench::ablate : GpuBench::choice;
-  json.write(
-      bench_gpu(cases(), what, backward_, repeat_, options_.quiet || json.on_standard_output()));
+  GpuBenchOptions options;
+  options.what = sweep_ ? GpuBench::sweep : ablate_ ? GpuBench::ablate : GpuBench::choice;
+  options.others = beside_;
+  options.backward = backward_;
+  options.rounds = repeat_;
+  options.quiet = options_.quiet || json.on_standard_output();
+  json.write(bench_gpu(cases(), options));
 }
 
 int BenchCommand::execute() {
@@ -368,7 +378,9 @@ int BenchCommand::execute() {
     execute_on_gpu(json);
     return exit_good;
   }
-  if (sweep_ || ablate_) throw Error("--sweep and --ablate measure a GPU; add --device cuda");
+  if (sweep_ || ablate_ || !beside_.empty()) {
+    throw Error("--sweep, --ablate and --beside measure a GPU; add --device cuda");
+  }
   const std::vector<Case> list = cases();
   // What is wrong with a case is said before the first one runs.
   for (const Case& entry : list) {

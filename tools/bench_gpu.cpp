@@ -118,18 +118,19 @@ struct Line {
 
 class Bench {
  public:
-  Bench(int rounds, bool quiet) : rounds_(rounds), quiet_(quiet) {}
+  explicit Bench(const GpuBenchOptions& options) : options_(options) {}
 
   // Gradients of what the forward pass left in device memory.
-  void run_backward(const BenchCase& entry, GpuBench what) {
+  void run_backward(const BenchCase& entry) {
     Workload workload = make_workload(entry.shape, entry.options, true);
     fill_inputs(workload, 1);
     add_gradients(workload, 1);
     const DeviceWorkload there = begin(entry, workload);
     attention(there.problem(), entry.options.run);
     std::vector<std::string> list{entry.options.run.configuration};
-    if (what == GpuBench::sweep)
+    if (options_.what == GpuBench::sweep)
       list = backward_configurations(there.problem(), there.gradients(), info_.arch);
+    list.insert(list.end(), options_.others.begin(), options_.others.end());
     Options options = entry.options.run;
     for (const std::string& configuration : list) {
       Line line = line_of(entry, backward_flop_count(workload.problem));
@@ -144,7 +145,7 @@ class Bench {
     time_case(options.device);
   }
 
-  void run(const BenchCase& entry, GpuBench what) {
+  void run(const BenchCase& entry) {
     Workload workload = make_workload(entry.shape, entry.options);
     fill_inputs(workload, 1);
     const DeviceWorkload there = begin(entry, workload);
@@ -163,7 +164,7 @@ class Bench {
       });
     };
     const Options& options = entry.options.run;
-    switch (what) {
+    switch (options_.what) {
       case GpuBench::choice:
         candidate(options.configuration, "", options.softmax, std::nullopt);
         break;
@@ -189,11 +190,14 @@ class Bench {
         break;
       }
     }
+    for (const std::string& other : options_.others) {
+      candidate(other, "", options.softmax, std::nullopt);
+    }
     time_case(options.device);
   }
 
   void print() const {
-    if (quiet_) return;
+    if (options_.quiet) return;
     fmt::print(
         "{}, {} multiprocessors; device time; cool: 5 ms before each launch; warm: back to "
         "back; x: speed over the first line's, both in turns\n",
@@ -292,7 +296,7 @@ class Bench {
   // Of the candidates added since begin(), whose memory is still there.
   void time_case(Device device) {
     synchronize(device);
-    const std::vector<Times> times = time_in_turns(launches_, device, rounds_);
+    const std::vector<Times> times = time_in_turns(launches_, device, options_.rounds);
     for (std::size_t i = 0; i < times.size(); ++i) {
       Line& line = lines_[candidates_[i]];
       line.cool_ms = median(times[i].cool_ms);
@@ -311,8 +315,7 @@ class Bench {
     return to.substr(begin, to.find(',', position) - begin);
   }
 
-  int rounds_;
-  bool quiet_;
+  GpuBenchOptions options_;
   DeviceInfo info_;
   std::vector<Line> lines_;
   // Of the case that is being measured: launches, and the lines they belong to.
@@ -322,16 +325,15 @@ class Bench {
 
 }  // namespace
 
-Json bench_gpu(const std::vector<BenchCase>& cases, GpuBench what, bool backward, int repeat,
-               bool quiet) {
-  Progress progress(static_cast<std::int64_t>(cases.size()), quiet);
-  Bench bench(repeat, quiet);
+Json bench_gpu(const std::vector<BenchCase>& cases, const GpuBenchOptions& options) {
+  Progress progress(static_cast<std::int64_t>(cases.size()), options.quiet);
+  Bench bench(options);
   for (const BenchCase& entry : cases) {
     progress.step(shape_string(entry.shape) + " " + describe(entry.options));
-    if (backward) {
-      bench.run_backward(entry, what);
+    if (options.backward) {
+      bench.run_backward(entry);
     } else {
-      bench.run(entry, what);
+      bench.run(entry);
     }
   }
   progress.clear();

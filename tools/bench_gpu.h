@@ -2,6 +2,7 @@
 // the configurations of a case in turns.
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "tools/json_output.h"
@@ -20,9 +21,16 @@ enum class GpuBench : std::uint8_t {
   ablate   // each switch of the schedule turned over, and every softmax policy
 };
 
-// Prints tables unless quiet, and gives the same as JSON. `repeat` rounds of launches with a pause
-// before each, 0: nine. Backward has no switches to turn off one by one: its sweep is all of them.
-[[nodiscard]] Json bench_gpu(const std::vector<BenchCase>& cases, GpuBench what, bool backward,
-                             int repeat, bool quiet);
+struct GpuBenchOptions {
+  GpuBench what = GpuBench::choice;
+  std::vector<std::string> others;  // configurations to be timed beside the choice
+  bool backward = false;
+  int rounds = 0;  // of launches with a pause before each; 0: nine
+  bool quiet = false;
+};
+
+// Prints tables unless quiet, and gives the same as JSON. Backward has no switches to turn off one
+// by one: its sweep is all of them.
+[[nodiscard]] Json bench_gpu(const std::vector<BenchCase>& cases, const GpuBenchOptions& options);
 
 }  // namespace fovea::tools
