@@ -511,10 +511,9 @@ struct Fp8Compute {
     transform();
   }
 
-  // A vote fell: some row of this warp has outgrown its reference. Nothing is in flight here.
+  // A vote fell: some row of this warp has outgrown its reference. Output may be in flight.
   __forceinline__ void repair(const FwdTile& tile, int32 block, const float (&part)[2],
-                              const float (&more)[2]) {
-    float factor[2];
+                              const float (&more)[2], float (&factor)[2]) {
     const float total[2] = {quad_max(part[0]), quad_max(part[1])};
     if (__any_sync(0xffffffffu, total[0] == infinity || total[1] == infinity)) {
       compute_scores_again(tile, block);
@@ -541,7 +540,6 @@ struct Fp8Compute {
 #pragma unroll
       for (int32 i = 0; i < score_count; ++i) scores[i] *= factor[(i / 2) % 2];
     }
-    scale_output(factor);
   }
 
   // Element e of register r of step k is key 32 k + 16 (r / 2) + value_key(4 (lane % 4) + e).
@@ -717,14 +715,18 @@ struct Fp8Compute {
       float part[2];
       float more[2];
       exponentiate_guarded(part, more);
+      float factor[2];
       const bool grown = beyond_guard(part);
-      if constexpr (C.overlap) settle_output();
+      // The wait stands behind a branch: in one basic block with the exponentials, ptxas moves it
+      // in front of them, and the output's products overlap nothing.
       if (grown) {
-        repair(tile, block, part, more);
+        repair(tile, block, part, more, factor);
       } else {
         sum[0] += more[0];
         sum[1] += more[1];
       }
+      if constexpr (C.overlap) settle_output();
+      if (grown) scale_output(factor);
     }
     k_state.advance();
     if constexpr (C.promote > 0) {
