@@ -165,19 +165,25 @@ struct QuantizeConfig {
 };
 
 // Rows of a CTA. A block of 32 is all that has to know of each other; four transposed ones fill
-// whole lines of memory. Four threads take a row.
-constexpr int32 quantize_rows(const QuantizeConfig& c) { return c.transpose ? 128 : scale_block; }
-constexpr int32 quantize_threads(const QuantizeConfig& c) { return 4 * quantize_rows(c); }
-// That share a multiprocessor, as many as registers allow: 64 for a thread of v, 72 where it
-// rotates 32 columns, 128 where it has more. About 50 KB of loads are then in flight
-// (docs/kernels/fp8.md).
+// whole lines of memory, two leave room for more CTAs.
+constexpr int32 quantize_rows(const QuantizeConfig& c) {
+  return !c.transpose ? scale_block : c.columns <= 128 ? 4 * scale_block : 2 * scale_block;
+}
+// Four take a row; transposing, one takes two columns of a block.
+constexpr int32 quantize_threads(const QuantizeConfig& c) {
+  return c.transpose ? quantize_rows(c) / scale_block * round_up(c.columns, 64) / 2
+                     : 4 * quantize_rows(c);
+}
+// That share a multiprocessor, as many as registers allow: 72 for a thread that rotates 32 columns,
+// 80 for one that holds 32 pairs of 16 bits, 128 where it has more.
 constexpr int32 quantize_ctas(const QuantizeConfig& c) {
-  const int32 threads = c.columns > 128 ? 512 : c.transpose ? 1024 : 896;
+  const bool pairs = c.transpose && size_bytes(c.dtype) < 4 && c.vectors;
+  const int32 threads = pairs ? 768 : c.transpose || c.columns > 128 ? 512 : 896;
   return threads / quantize_threads(c);
 }
 
 constexpr int32 quantize_shared_bytes(const QuantizeConfig& c) {
-  return 64 + (c.transpose ? quantize_rows(c) * round_up(c.columns, 128) : 4);
+  return quantize_threads(c) / 32 * int32{sizeof(uint32)};
 }
 
 // One of q, k and v. The codes lie as at the top of this file says.

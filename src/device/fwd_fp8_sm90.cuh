@@ -228,8 +228,7 @@ struct Fp8Compute {
   float sum[2];                      // this thread's share
   float row_scale;      // of this warp's q, and softmax_scale log2(e) unless transformed
   float sum_factor[2];  // what the sums in shared memory have to shrink by
-  int32 unpromoted;     // key tiles in output
-  bool promoted;        // the sums hold something of this tile
+  int32 summed;         // key tiles in the sums and in output
 
   __forceinline__ int32 warp() const { return warp_index() % 4; }
   __forceinline__ int32 first_row() const {
@@ -511,35 +510,38 @@ struct Fp8Compute {
     transform();
   }
 
-  // A vote fell: some row of this warp has outgrown its reference. Output may be in flight.
-  __forceinline__ void repair(const FwdTile& tile, int32 block, const float (&part)[2],
-                              const float (&more)[2], float (&factor)[2]) {
+  // A vote fell: some row of this warp has outgrown its reference. False where sums are infinite:
+  // the scores have to be taken again. The output's product is in flight.
+  __forceinline__ bool repair(const float (&part)[2], const float (&more)[2], float (&factor)[2]) {
     const float total[2] = {quad_max(part[0]), quad_max(part[1])};
-    if (__any_sync(0xffffffffu, total[0] == infinity || total[1] == infinity)) {
-      compute_scores_again(tile, block);
-      exponentiate_exact(factor);
-      count(1, true);
-      count(1, true);
-    } else {
-      float largest[2] = {0.0f, 0.0f};
+    if (__any_sync(0xffffffffu, total[0] == infinity || total[1] == infinity)) return false;
+    float largest[2] = {0.0f, 0.0f};
 #pragma unroll
-      for (int32 i = 0; i < score_count; ++i) {
-        largest[(i / 2) % 2] = fmaxf(largest[(i / 2) % 2], scores[i]);
-      }
-#pragma unroll
-      for (int32 half = 0; half < 2; ++half) {
-        const bool grown = total[half] > core::e4m3_max;
-        // The largest weight becomes the nominal top again; many small ones halve.
-        const int32 above = core::guard_exponent(quad_max(largest[half])) - 3;
-        const float raised = reference[half] + (grown ? static_cast<float>(max(above, 1)) : 0.0f);
-        factor[half] = exp2_approximate(reference[half] - raised);  // a power of two
-        reference[half] = raised;
-        sum[half] = factor[half] * (sum[half] + more[half]);
-        count(0, grown);
-      }
-#pragma unroll
-      for (int32 i = 0; i < score_count; ++i) scores[i] *= factor[(i / 2) % 2];
+    for (int32 i = 0; i < score_count; ++i) {
+      largest[(i / 2) % 2] = fmaxf(largest[(i / 2) % 2], scores[i]);
     }
+#pragma unroll
+    for (int32 half = 0; half < 2; ++half) {
+      const bool grown = total[half] > core::e4m3_max;
+      // The largest weight becomes the nominal top again; many small ones halve.
+      const int32 above = core::guard_exponent(quad_max(largest[half])) - 3;
+      const float raised = reference[half] + (grown ? static_cast<float>(max(above, 1)) : 0.0f);
+      factor[half] = exp2_approximate(reference[half] - raised);  // a power of two
+      reference[half] = raised;
+      sum[half] = factor[half] * (sum[half] + more[half]);
+      count(0, grown);
+    }
+#pragma unroll
+    for (int32 i = 0; i < score_count; ++i) scores[i] *= factor[(i / 2) % 2];
+    return true;
+  }
+
+  // Nothing is in flight here: registers are dear enough without its operands.
+  __forceinline__ void take_again(const FwdTile& tile, int32 block, float (&factor)[2]) {
+    compute_scores_again(tile, block);
+    exponentiate_exact(factor);
+    count(1, true);
+    count(1, true);
   }
 
   // Element e of register r of step k is key 32 k + 16 (r / 2) + value_key(4 (lane % 4) + e).
@@ -573,9 +575,9 @@ struct Fp8Compute {
     }
   }
 
-  // Output moves into the sums and starts from zero.
+  // Of the tile. Every C.promote key tiles, output moves into the sums and starts from zero.
   __forceinline__ void promote() {
-    if (promoted) add_sums();
+    if (summed > C.promote) add_sums();
 #pragma unroll
     for (int32 i = 0; i < output_count; i += 4) {
       store_shared_x4(sums(i / 4),
@@ -585,8 +587,6 @@ struct Fp8Compute {
     }
     wgmma_hold(output);  // zeros in registers now, not behind the next product's fence
     sum_factor[0] = sum_factor[1] = 1.0f;
-    promoted = true;
-    unpromoted = 0;
   }
 
   // -- Values that no row sees: 0 x NaN is NaN, so they are cleared before the product.
@@ -650,8 +650,7 @@ struct Fp8Compute {
 #pragma unroll
     for (int32 i = 0; i < output_count; ++i) output[i] = 0.0f;
     if constexpr (C.promote > 0) {
-      unpromoted = 0;
-      promoted = false;
+      summed = 0;
       sum_factor[0] = sum_factor[1] = 1.0f;
     }
   }
@@ -717,20 +716,22 @@ struct Fp8Compute {
       exponentiate_guarded(part, more);
       float factor[2];
       const bool grown = beyond_guard(part);
+      bool known = true;
       // The wait stands behind a branch: in one basic block with the exponentials, ptxas moves it
       // in front of them, and the output's products overlap nothing.
       if (grown) {
-        repair(tile, block, part, more, factor);
+        known = repair(part, more, factor);
       } else {
         sum[0] += more[0];
         sum[1] += more[1];
       }
       if constexpr (C.overlap) settle_output();
+      if (!known) take_again(tile, block, factor);
       if (grown) scale_output(factor);
     }
     k_state.advance();
     if constexpr (C.promote > 0) {
-      if (++unpromoted == C.promote) promote();
+      if (++summed % C.promote == 0) promote();
     }
     convert();
   }
@@ -744,7 +745,7 @@ struct Fp8Compute {
     if constexpr (C.out_apart || !C.tma_out) release_q();
     settle_output();
     if constexpr (C.promote > 0) {
-      if (promoted) add_sums();
+      if (summed >= C.promote) add_sums();
     }
   }
 

@@ -1,19 +1,22 @@
 // Quantisation to 8 bits (core/fp8.h): q and k rotated, v transposed, with a scale for 32 rows.
 //
-// What binds is memory: for 16-bit inputs 3 bytes an element, once. A CTA takes 32 rows of a head
-// (v: 128); four threads take a row, each every fourth piece of 8 columns:
+// What binds is memory: for 16-bit inputs 3 bytes an element, once. All loads of a thread are
+// issued before the first is used, and CTAs are small, so that some load while others compute.
+//
+// Of q and k a CTA takes 32 rows of a head; four threads take a row, each every fourth piece of 8
+// columns:
 //
 //   column    0..7   8..15  16..23  24..31 | 32..39 ...
 //   thread     t0     t1      t2      t3   |   t0   ...
 //
 // so that loads are whole sectors and, of the butterflies of the Hadamard transform, only those
 // over 8 and 16 columns cross threads: two shuffles an element. The order of additions is that of
-// core::hadamard(), and the CPU's codes are these to the bit.
+// core::hadamard(), and the CPU's codes are these to the bit. Arithmetic is next: at full bandwidth
+// a multiprocessor has 20 issue slots for 32 elements of q. Rotation takes 10 of them (signs of
+// packed pairs 1, five levels of additions, two of shuffle and multiply-add), widening, maximum,
+// scaling and conversion 4.
 //
-// Arithmetic is next: at full bandwidth a multiprocessor has 20 issue slots for 32 elements of q.
-// Rotation takes 10 of them (signs of packed pairs 1, five levels of additions, two of shuffle and
-// multiply-add), widening, maximum, scaling and conversion 4. CTAs of 32 rows let some load while
-// others compute.
+// Of v a CTA takes 128 rows, a thread two columns of 32 of them.
 #pragma once
 
 #include "core/fp8.h"
@@ -43,88 +46,98 @@ __forceinline__ void flip(float* x, uint32 signs) {
   for (int32 e = 0; e < 8; ++e) x[e] = flipped(x[e], signs, e);
 }
 
+// As they lie in memory.
 template <DType dtype>
-__forceinline__ void widen(float* x, const void* from, uint32 signs) {
-  if constexpr (dtype == DType::f32) {
+struct Eight {
+  static constexpr int32 words = 2 * core::size_bytes(dtype);
+  uint32 word[words];
+
+  __forceinline__ void load(const void* from) {
+    if constexpr (words == 2) {
+      const uint2 part = *static_cast<const uint2*>(from);
+      word[0] = part.x;
+      word[1] = part.y;
+    } else {
 #pragma unroll
-    for (int32 i = 0; i < 8; i += 4) {
-      const float4 part = static_cast<const float4*>(from)[i / 4];
-      x[i] = part.x;
-      x[i + 1] = part.y;
-      x[i + 2] = part.z;
-      x[i + 3] = part.w;
+      for (int32 i = 0; i < words; i += 4) {
+        const uint4 part = static_cast<const uint4*>(from)[i / 4];
+        word[i] = part.x;
+        word[i + 1] = part.y;
+        word[i + 2] = part.z;
+        word[i + 3] = part.w;
+      }
     }
-    flip(x, signs);
-  } else if constexpr (core::size_bytes(dtype) == 2) {
-    const uint4 part = *static_cast<const uint4*>(from);
-    uint32 words[4] = {part.x, part.y, part.z, part.w};
+  }
+
+  __forceinline__ void widen(float* x, uint32 signs) const {
+    if constexpr (dtype == DType::f32) {
 #pragma unroll
-    for (int32 i = 0; i < 4; ++i) {
-      words[i] ^= (signs << i) & 0x80008000u;
-      if constexpr (dtype == DType::bf16) {
-        x[2 * i] = __uint_as_float(words[i] << 16);
-        x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-      } else {
-        const float2 pair = unpack_f16x2(words[i]);
+      for (int32 i = 0; i < 8; ++i) x[i] = __uint_as_float(word[i]);
+      flip(x, signs);
+    } else if constexpr (core::size_bytes(dtype) == 2) {
+#pragma unroll
+      for (int32 i = 0; i < 4; ++i) {
+        const uint32 pair = word[i] ^ ((signs << i) & 0x80008000u);
+        if constexpr (dtype == DType::bf16) {
+          x[2 * i] = __uint_as_float(pair << 16);
+          x[2 * i + 1] = __uint_as_float(pair & 0xffff0000u);
+        } else {
+          const float2 both = unpack_f16x2(pair);
+          x[2 * i] = both.x;
+          x[2 * i + 1] = both.y;
+        }
+      }
+    } else {
+#pragma unroll
+      for (int32 i = 0; i < 4; ++i) {
+        const auto codes = static_cast<uint16>(word[i / 2] >> (16 * (i % 2)));
+        const float2 pair =
+            unpack_f16x2(dtype == DType::e4m3 ? unpack_e4m3x2(codes) : unpack_e5m2x2(codes));
         x[2 * i] = pair.x;
         x[2 * i + 1] = pair.y;
       }
+      flip(x, signs);
     }
-  } else {
-    const uint2 part = *static_cast<const uint2*>(from);
-    const uint32 words[2] = {part.x, part.y};
-#pragma unroll
-    for (int32 i = 0; i < 4; ++i) {
-      const auto codes = static_cast<uint16>(words[i / 2] >> (16 * (i % 2)));
-      const float2 pair =
-          unpack_f16x2(dtype == DType::e4m3 ? unpack_e4m3x2(codes) : unpack_e5m2x2(codes));
-      x[2 * i] = pair.x;
-      x[2 * i + 1] = pair.y;
-    }
-    flip(x, signs);
   }
-}
+};
 
-// ---- The kernel ---------------------------------------------------------------------------------
+// ---- What rows and columns have in common -------------------------------------------------------
 
 template <QuantizeConfig C>
-struct Quantize {
-  static constexpr int32 pieces = C.columns / 32;  // of 8 columns, of a thread
-  static constexpr int32 count = 8 * pieces;
-  static constexpr int32 rows = core::quantize_rows(C);
-  static constexpr int32 blocks = rows / scale_block;
-  // A row of codes in shared memory, in words; whole rounds of the banks.
-  static constexpr int32 pitch = (C.columns / 4 + 31) / 32 * 32;
+struct QuantizeBlock {
+  static constexpr int32 blocks = core::quantize_rows(C) / scale_block;    // of a CTA
+  static constexpr int32 warps = core::quantize_threads(C) / 32 / blocks;  // of a block
+  static constexpr float norm =
+      C.rotate ? core::rotation_norm(core::rotation_block(C.columns)) : 1.0f;
 
   struct Shared {
-    uint32 largest[blocks][4];                     // of each warp
-    uint32 codes[C.transpose ? rows * pitch : 1];  // [row][column / 4], place()
+    uint32 largest[blocks][warps];
   };
 
   const QuantizeParams& params;
   Shared& shared;
-  float x[count];
 
   int32 head, batch;
   int32 sequence;
   int32 block;      // of 32 rows, of the batch and head
-  int64 row;        // of the batch, this thread's
-  bool real_block;  // belongs to a sequence
-  bool real_row;    // likewise
-  bool used_row;    // and counts
+  int64 begin;      // row of the batch with which the sequence begins
+  int64 first_row;  // and the block
+  int32 real_rows;  // of the block, that belong to the sequence
+  int32 used_rows;  // and count
 
-  __forceinline__ static int32 thread() { return static_cast<int32>(threadIdx.x) % 4; }
-  __forceinline__ static int32 row_of_cta() { return static_cast<int32>(threadIdx.x) / 4; }
-  __forceinline__ static int32 block_of_cta() { return row_of_cta() / scale_block; }
+  __forceinline__ static int32 warp() { return static_cast<int32>(threadIdx.x) / 32; }
+  __forceinline__ static int32 block_of_cta() { return warp() / warps; }
+  __forceinline__ static int32 warp_of_block() { return warp() % warps; }
 
   // Packed sequences begin with blocks of their own: find the one that this block is of.
-  __forceinline__ void find_rows() {
-    const int32 tile = static_cast<int32>(blockIdx.x) / params.heads;
-    head = static_cast<int32>(blockIdx.x) - tile * params.heads;
+  __forceinline__ void find_block() {
+    const auto heads = static_cast<uint32>(params.heads);
+    const auto tile = static_cast<int32>(blockIdx.x / heads);
+    head = static_cast<int32>(blockIdx.x % heads);
     batch = static_cast<int32>(blockIdx.y);
     block = tile * blocks + block_of_cta();
     sequence = batch;
-    int64 begin = 0;
+    begin = 0;
     int64 end = params.rows;
     int32 first = 0;
     if (params.cu_seqlens != nullptr) {
@@ -143,50 +156,163 @@ struct Quantize {
       end = params.cu_seqlens[low + 1];
       first = core::block_offset(static_cast<int32>(begin), low);
     }
-    const int64 block_row = begin + static_cast<int64>(block - first) * scale_block;
-    real_block = block_row < end && block < params.blocks;
-    row = block_row + row_of_cta() % scale_block;
-    real_row = real_block && row < end;
-    used_row = real_row;
-    if (real_row && params.seqused != nullptr) used_row = row - begin < params.seqused[sequence];
+    first_row = begin + static_cast<int64>(block - first) * scale_block;
+    const auto rows_until = [&](int64 row) {
+      const int64 rows = block < params.blocks ? row - first_row : 0;
+      return static_cast<int32>(rows < 0 ? 0 : rows < scale_block ? rows : scale_block);
+    };
+    real_rows = rows_until(end);
+    used_rows = real_rows;
+    if (params.seqused != nullptr && real_rows > 0) {
+      used_rows = min(real_rows, rows_until(begin + params.seqused[sequence]));
+    }
   }
 
-  // Of the row's first element.
-  __forceinline__ int64 offset_of_row() const {
+  // Of the first element of a row of the block, which has to be used.
+  __forceinline__ int64 offset_of_row(int32 row_of_block) const {
     int64 batch_of = batch;
-    int64 row_of = row;
+    int64 row = first_row + row_of_block;
     if constexpr (C.paged) {
-      if (used_row) {
-        const int32 page = static_cast<int32>(row) / params.page_size;
-        batch_of = params.block_table[sequence * params.block_table_stride + page];
-        row_of = row - static_cast<int64>(page) * params.page_size;
-      }
+      const auto size = static_cast<uint32>(params.page_size);
+      const uint32 page = static_cast<uint32>(row) / size;
+      batch_of = params.block_table[sequence * params.block_table_stride + page];
+      row = static_cast<uint32>(row) - page * size;
     }
-    return batch_of * params.stride[0] + row_of * params.stride[1] + head * params.stride[2];
+    return batch_of * params.stride[0] + row * params.stride[1] + head * params.stride[2];
+  }
+
+  // Of the largest magnitudes of threads, as bits.
+  __forceinline__ uint32 largest_of_block(float largest) {
+    uint32 bits = __reduce_max_sync(0xffffffffu, __float_as_uint(largest * norm));
+    if constexpr (warps > 1) {
+      shared.largest[block_of_cta()][warp_of_block()] = bits;
+      __syncthreads();
+#pragma unroll
+      for (int32 i = 0; i < warps; ++i) bits = max(bits, shared.largest[block_of_cta()][i]);
+    }
+    return bits;
+  }
+
+  __forceinline__ void report(uint32 bits) {
+    if (lane_index() != 0 || warp_of_block() != 0 || real_rows == 0) return;
+    atomicMax(
+        params.largest + sequence * params.largest_stride[0] + head * params.largest_stride[1],
+        bits);
+  }
+
+  __forceinline__ float scale_of(uint32 bits) const {
+    if constexpr (C.pass == QuantizePass::apply) {
+      bits = params.largest[sequence * params.largest_stride[0] + head * params.largest_stride[1]];
+    }
+    return core::block_scale(__uint_as_float(bits), C.to);
+  }
+
+  // The scale that the elements have already.
+  __forceinline__ float given_scale() const {
+    if constexpr (!C.scaled) return 1.0f;
+    return params
+        .scale[sequence * params.scale_stride[0] +
+               head / params.scale_heads * params.scale_stride[1] + block * params.scale_stride[2]];
+  }
+
+  __forceinline__ void store_scale(float shift) {
+    if (lane_index() != 0 || warp_of_block() != 0 || block >= params.blocks) return;
+    // Blocks between packed sequences may be read, but not used.
+    const float scale = real_rows > 0 ? shift * given_scale() : 1.0f;
+    const int64 place = (static_cast<int64>(batch) * params.heads + head) * params.blocks + block;
+    if (params.q_scale != nullptr) {
+      params.q_scale[place] = scale;
+    } else {
+      store_key_scale(params.key_scale[place], scale);
+    }
+  }
+
+  __forceinline__ static void store_key_scale(KeyScale& to, float scale) {
+    if constexpr (C.transpose) {
+      if constexpr (C.scaled) {
+        to.v_log2 = log2_approximate(scale);
+      } else {
+        // A power of two: its logarithm and inverse are exact.
+        const int32 exponent = static_cast<int32>(__float_as_uint(scale) >> 23) - 127;
+        to.v_log2 = static_cast<float>(exponent);
+      }
+      to.v_inverse = 1.0f / scale;
+      to.v = scale;
+    } else {
+      to.k = scale;
+    }
+  }
+
+  // What the last block's readers may run into.
+  __forceinline__ void store_slack() {
+    const bool mine = blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x < core::scale_block_slack;
+    if (params.key_scale == nullptr || !mine) return;
+    KeyScale* behind = params.key_scale +
+                       static_cast<int64>(gridDim.y) * params.heads * params.blocks + threadIdx.x;
+    store_key_scale(*behind, 1.0f);
+  }
+
+  __forceinline__ static uint32 pack(float x0, float x1, float x2, float x3) {
+    if constexpr (C.to == DType::e4m3) return pack_e4m3x4(x0, x1, x2, x3);
+    return pack_e5m2x2(x0, x1) | static_cast<uint32>(pack_e5m2x2(x2, x3)) << 16;
+  }
+};
+
+// ---- Rows: q and k, and v where it stays row-major ----------------------------------------------
+
+template <QuantizeConfig C>
+struct QuantizeRows : QuantizeBlock<C> {
+  using Base = QuantizeBlock<C>;
+  using Base::norm, Base::params;
+  static constexpr int32 pieces = C.columns / 32;  // of 8 columns, of a thread
+  static constexpr int32 count = 8 * pieces;
+
+  float x[count];
+
+  __forceinline__ static int32 thread() { return static_cast<int32>(threadIdx.x) % 4; }
+  __forceinline__ static int32 row() { return static_cast<int32>(threadIdx.x) / 4; }
+  __forceinline__ bool used() const { return row() < this->used_rows; }
+
+  __forceinline__ uint32 signs(int32 piece) const {
+    return C.rotate ? params.signs.word[piece] << (4 * thread()) : 0u;
   }
 
   __forceinline__ void load() {
-    constexpr int64 size = core::size_bytes(C.dtype);
-    const int64 offset = offset_of_row();
-    const uint8* from = static_cast<const uint8*>(params.x) + offset * size;
+    if constexpr (C.vectors) {
+      load_vectors();
+    } else {
+      load_elements();
+    }
+  }
+
+  // All loads before the first use: so much is in flight at once.
+  __forceinline__ void load_vectors() {
+    constexpr int32 size = core::size_bytes(C.dtype);
+    Eight<C.dtype> raw[pieces] = {};
+    if (used()) {
+      const uint8* from = static_cast<const uint8*>(params.x) + this->offset_of_row(row()) * size +
+                          8 * size * thread();
+#pragma unroll
+      for (int32 j = 0; j < pieces; ++j) {
+        if (32 * j + 8 * thread() < params.columns) raw[j].load(from + 32 * size * j);
+      }
+    }
+#pragma unroll
+    for (int32 j = 0; j < pieces; ++j) raw[j].widen(x + 8 * j, signs(j));
+  }
+
+  __forceinline__ void load_elements() {
+    const int64 offset = used() ? this->offset_of_row(row()) : 0;
 #pragma unroll
     for (int32 j = 0; j < pieces; ++j) {
       const int32 column = 32 * j + 8 * thread();
 #pragma unroll
-      for (int32 e = 0; e < 8; ++e) x[8 * j + e] = 0.0f;
-      const uint32 signs = C.rotate ? params.signs.word[j] << (4 * thread()) : 0u;
-      if constexpr (C.vectors) {
-        if (used_row && column < params.columns) {
-          widen<C.dtype>(x + 8 * j, from + column * size, signs);
-        }
-      } else {
-#pragma unroll
-        for (int32 e = 0; e < 8; ++e) {
-          if (used_row && column + e < params.columns) {
-            const float value =
-                core::load_element(params.x, C.dtype, offset + (column + e) * params.stride[3]);
-            x[8 * j + e] = flipped(value, signs, e);
-          }
+      for (int32 e = 0; e < 8; ++e) {
+        x[8 * j + e] = 0.0f;
+        if (used() && column + e < params.columns) {
+          const float value =
+              core::load_element(params.x, C.dtype, offset + (column + e) * params.stride[3]);
+          x[8 * j + e] = flipped(value, signs(j), e);
         }
       }
     }
@@ -227,104 +353,35 @@ struct Quantize {
     if constexpr (block_columns > 128) butterfly_inside<32>();
   }
 
-  static constexpr float norm =
-      C.rotate ? core::rotation_norm(core::rotation_block(C.columns)) : 1.0f;
-
-  // Of the 32 rows, as bits; elements that are not finite become NaN and do not count.
-  __forceinline__ uint32 largest_of_block() {
-    float largest = 0.0f;
+  // Of this thread; elements that are not finite become NaN and do not count.
+  __forceinline__ float largest() {
+    float top = 0.0f;
 #pragma unroll
-    for (int32 i = 0; i < count; ++i) largest = fmaxf(largest, fabsf(x[i]));  // passes over NaN
-    if (__any_sync(0xffffffffu, largest == infinity)) {
-      largest = 0.0f;
+    for (int32 i = 0; i < count; ++i) top = fmaxf(top, fabsf(x[i]));  // passes over NaN
+    if (__any_sync(0xffffffffu, top == infinity)) {
+      top = 0.0f;
 #pragma unroll
       for (int32 i = 0; i < count; ++i) {
         x[i] = fabsf(x[i]) < infinity ? x[i] : __uint_as_float(0x7fc00000u);
-        largest = fmaxf(largest, fabsf(x[i]));
+        top = fmaxf(top, fabsf(x[i]));
       }
     }
-    const uint32 bits = __reduce_max_sync(0xffffffffu, __float_as_uint(largest * norm));
-    const int32 warp = static_cast<int32>(threadIdx.x) / 32;
-    shared.largest[warp / 4][warp % 4] = bits;
-    __syncthreads();
-    const uint32* of = shared.largest[block_of_cta()];
-    return max(max(of[0], of[1]), max(of[2], of[3]));
-  }
-
-  __forceinline__ float find_scale() {
-    uint32 bits = 0;
-    if constexpr (C.pass == QuantizePass::apply) {
-      // Infinities become NaN here, too.
-      largest_of_block();
-      bits = params.largest[sequence * params.largest_stride[0] + head * params.largest_stride[1]];
-    } else {
-      bits = largest_of_block();
-    }
-    return core::block_scale(__uint_as_float(bits), C.to);
-  }
-
-  // The scale that the elements have already.
-  __forceinline__ float given_scale() const {
-    if constexpr (!C.scaled) return 1.0f;
-    return params
-        .scale[sequence * params.scale_stride[0] +
-               head / params.scale_heads * params.scale_stride[1] + block * params.scale_stride[2]];
-  }
-
-  __forceinline__ void store_scale(float shift) {
-    const bool writes = static_cast<int32>(threadIdx.x) % (4 * scale_block) == 0;
-    if (!writes || block >= params.blocks) return;
-    const float scale = real_block ? shift * given_scale() : 1.0f;
-    const int64 place = (static_cast<int64>(batch) * params.heads + head) * params.blocks + block;
-    // Blocks between packed sequences may be read, but not used.
-    if (params.q_scale != nullptr) {
-      params.q_scale[place] = scale;
-    } else {
-      store_key_scale(params.key_scale[place], scale);
-    }
-  }
-
-  __forceinline__ static void store_key_scale(KeyScale& to, float scale) {
-    if constexpr (C.transpose) {
-      if constexpr (C.scaled) {
-        to.v_log2 = log2_approximate(scale);
-      } else {
-        // A power of two: its logarithm and inverse are exact.
-        const int32 exponent = static_cast<int32>(__float_as_uint(scale) >> 23) - 127;
-        to.v_log2 = static_cast<float>(exponent);
-      }
-      to.v_inverse = 1.0f / scale;
-      to.v = scale;
-    } else {
-      to.k = scale;
-    }
-  }
-
-  // What the last block's readers may run into.
-  __forceinline__ void store_slack() {
-    const bool mine = blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x < core::scale_block_slack;
-    if (params.key_scale == nullptr || !mine) return;
-    KeyScale* behind = params.key_scale +
-                       static_cast<int64>(gridDim.y) * params.heads * params.blocks + threadIdx.x;
-    store_key_scale(*behind, 1.0f);
-  }
-
-  __forceinline__ static uint32 pack(float x0, float x1, float x2, float x3) {
-    if constexpr (C.to == DType::e4m3) return pack_e4m3x4(x0, x1, x2, x3);
-    return pack_e5m2x2(x0, x1) | static_cast<uint32>(pack_e5m2x2(x2, x3)) << 16;
+    return top;
   }
 
   __forceinline__ uint2 convert(int32 j, float by) const {
     const float* y = x + 8 * j;
-    return {pack(y[0] * by, y[1] * by, y[2] * by, y[3] * by),
-            pack(y[4] * by, y[5] * by, y[6] * by, y[7] * by)};
+    return {Base::pack(y[0] * by, y[1] * by, y[2] * by, y[3] * by),
+            Base::pack(y[4] * by, y[5] * by, y[6] * by, y[7] * by)};
   }
 
   __forceinline__ void store_rows(float by) {
-    if (!real_row) return;
-    uint8* to = params.codes +
-                ((batch * params.rows + row) * params.heads + head) * params.code_columns +
-                8 * thread();
+    if (row() >= this->real_rows) return;
+    uint8* to =
+        params.codes +
+        ((this->batch * params.rows + this->first_row + row()) * params.heads + this->head) *
+            params.code_columns +
+        8 * thread();
 #pragma unroll
     for (int32 j = 0; j < pieces; ++j) {
       if (32 * j + 8 * thread() >= params.code_columns) break;
@@ -332,95 +389,214 @@ struct Quantize {
     }
   }
 
-  // Word of (row, column / 4) in shared memory: rows 16 apart, which are read together, and rows 1
-  // apart, which are written together, use different banks.
-  __forceinline__ static int32 place(int32 r, int32 word) {
-    return r * pitch + (word ^ (4 * (r / 16) ^ 8 * (r % 4)));
-  }
-
-  __forceinline__ void store_columns(float by) {
-#pragma unroll
-    for (int32 j = 0; j < pieces; ++j) {
-      *reinterpret_cast<uint2*>(&shared.codes[place(row_of_cta(), 8 * j + 2 * thread())]) =
-          convert(j, by);
-    }
-    __syncthreads();
-    // 16 keys of 4 columns at a time; eight threads side by side fill a line.
-    constexpr int32 chunks = rows / 16;
-    const int64 keys = static_cast<int64>(params.blocks) * scale_block;
-    const int32 first_block = block - block_of_cta();
-    for (int32 i = static_cast<int32>(threadIdx.x); i < C.columns / 4 * chunks;
-         i += core::quantize_threads(C)) {
-      const int32 chunk = i / 4 % chunks;
-      const int32 word = i / (4 * chunks) * 4 + i % 4;
-      uint32 out[4][4];  // [column][word of 4 keys]
-#pragma unroll
-      for (int32 q = 0; q < 4; ++q) {
-        uint32 key[4];
-#pragma unroll
-        for (int32 e = 0; e < 4; ++e) {
-          key[e] = shared.codes[place(16 * chunk + core::value_key(4 * q + e), word)];
-        }
-        const uint32 a = permute_bytes<0x5140>(key[0], key[1]);
-        const uint32 b = permute_bytes<0x5140>(key[2], key[3]);
-        const uint32 c = permute_bytes<0x7362>(key[0], key[1]);
-        const uint32 d = permute_bytes<0x7362>(key[2], key[3]);
-        out[0][q] = permute_bytes<0x5410>(a, b);
-        out[1][q] = permute_bytes<0x7632>(a, b);
-        out[2][q] = permute_bytes<0x5410>(c, d);
-        out[3][q] = permute_bytes<0x7632>(c, d);
-      }
-      if (first_block + chunk / 2 >= params.blocks) continue;
-      uint8* to = params.codes +
-                  (static_cast<int64>(batch) * params.heads + head) * params.columns * keys +
-                  static_cast<int64>(first_block) * scale_block + 16 * chunk;
-#pragma unroll
-      for (int32 e = 0; e < 4; ++e) {
-        const int32 column = 4 * word + e;
-        if (column >= params.columns) continue;
-        *reinterpret_cast<uint4*>(to + column * keys) = {out[e][0], out[e][1], out[e][2],
-                                                         out[e][3]};
-      }
-    }
-  }
-
   __forceinline__ void run() {
-    find_rows();
+    this->find_block();
     if constexpr (C.pass == QuantizePass::scales) {
-      store_scale(1.0f);
-      store_slack();
+      this->store_scale(1.0f);
+      this->store_slack();
       return;
     }
     load();
     if constexpr (C.rotate) rotate();
+    const uint32 bits = this->largest_of_block(largest());
     if constexpr (C.pass == QuantizePass::measure) {
-      const uint32 bits = largest_of_block();
-      if (static_cast<int32>(threadIdx.x) % (4 * scale_block) == 0 && real_block) {
-        atomicMax(
-            params.largest + sequence * params.largest_stride[0] + head * params.largest_stride[1],
-            bits);
-      }
+      this->report(bits);
+      return;
+    }
+    const float scale = this->scale_of(bits);
+    this->store_scale(scale);
+    this->store_slack();
+    // One rounding: the scale is a power of two.
+    store_rows(norm * (1.0f / scale));
+  }
+};
+
+// ---- Columns: v, transposed ---------------------------------------------------------------------
+//
+// A thread takes two columns of all 32 rows, so that what it writes of each is in its registers,
+// and a warp reads 64 columns of a row at a time: no shared memory, and no barrier up to 64
+// columns.
+
+// Two elements of a row.
+template <DType dtype>
+struct Two {
+  static constexpr int32 size = core::size_bytes(dtype);
+  uint32 word[size == 4 ? 2 : 1];
+
+  __forceinline__ void load(const void* from) {
+    if constexpr (size == 4) {
+      const uint2 both = *static_cast<const uint2*>(from);
+      word[0] = both.x;
+      word[1] = both.y;
+    } else if constexpr (size == 2) {
+      word[0] = *static_cast<const uint32*>(from);
     } else {
-      const float scale = find_scale();
-      store_scale(scale);
-      store_slack();
-      // One rounding: the scale is a power of two.
-      const float by = norm * (1.0f / scale);
-      if constexpr (C.transpose) {
-        store_columns(by);
-      } else {
-        store_rows(by);
-      }
+      word[0] = *static_cast<const uint16*>(from);
+    }
+  }
+
+  __forceinline__ float2 widened() const {
+    if constexpr (size == 4) {
+      return {__uint_as_float(word[0]), __uint_as_float(word[1])};
+    } else if constexpr (dtype == DType::bf16) {
+      return {__uint_as_float(word[0] << 16), __uint_as_float(word[0] & 0xffff0000u)};
+    } else if constexpr (dtype == DType::f16) {
+      return unpack_f16x2(word[0]);
+    } else {
+      const auto codes = static_cast<uint16>(word[0]);
+      return unpack_f16x2(dtype == DType::e4m3 ? unpack_e4m3x2(codes) : unpack_e5m2x2(codes));
     }
   }
 };
 
 template <QuantizeConfig C>
+struct QuantizeColumns : QuantizeBlock<C> {
+  using Base = QuantizeBlock<C>;
+  using Base::params;
+  using Raw = Two<C.vectors ? C.dtype : DType::f32>;
+
+  Raw raw[scale_block];
+  bool wild = false;  // some element of the warp is infinite
+
+  __forceinline__ int32 column() const { return 64 * this->warp_of_block() + 2 * lane_index(); }
+
+  // All loads before the first use.
+  template <bool whole>
+  __forceinline__ void load_vectors() {
+    constexpr int32 size = core::size_bytes(C.dtype);
+    const int64 step = params.stride[1] * size;
+    const uint8* from = static_cast<const uint8*>(params.x) + column() * size;
+    if constexpr (!C.paged) from += this->offset_of_row(0) * size;
+#pragma unroll
+    for (int32 r = 0; r < scale_block; ++r) {
+      if (whole || r < this->used_rows) {
+        raw[r].load(C.paged ? from + this->offset_of_row(r) * size : from);
+      }
+      from += C.paged ? 0 : step;
+    }
+  }
+
+  __forceinline__ void load_elements() {
+#pragma unroll
+    for (int32 r = 0; r < scale_block; ++r) {
+      if (r >= this->used_rows) continue;
+      const int64 offset = this->offset_of_row(r);
+#pragma unroll
+      for (int32 e = 0; e < 2; ++e) {
+        if (column() + e >= params.columns) continue;
+        const float value =
+            core::load_element(params.x, C.dtype, offset + (column() + e) * params.stride[3]);
+        raw[r].word[e] = __float_as_uint(value);
+      }
+    }
+  }
+
+  __forceinline__ void load() {
+#pragma unroll
+    for (int32 r = 0; r < scale_block; ++r) raw[r] = {};
+    if (column() >= params.columns) return;
+    if constexpr (!C.vectors) {
+      load_elements();
+    } else if (this->used_rows == scale_block) {
+      load_vectors<true>();
+    } else if (this->used_rows > 0) {
+      load_vectors<false>();
+    }
+  }
+
+  __forceinline__ static float finite_or(float x, float otherwise) {
+    return fabsf(x) < infinity ? x : otherwise;
+  }
+
+  // Of this thread; elements that are not finite do not count.
+  __forceinline__ float largest() {
+    float top = 0.0f;
+#pragma unroll
+    for (int32 r = 0; r < scale_block; ++r) {
+      const float2 x = raw[r].widened();
+      top = fmaxf(top, fmaxf(fabsf(x.x), fabsf(x.y)));  // passes over NaN
+    }
+    wild = __any_sync(0xffffffffu, top == infinity);
+    if (wild) {
+      top = 0.0f;
+#pragma unroll
+      for (int32 r = 0; r < scale_block; ++r) {
+        const float2 x = raw[r].widened();
+        top = fmaxf(top, fabsf(finite_or(x.x, 0.0f)));
+        top = fmaxf(top, fabsf(finite_or(x.y, 0.0f)));
+      }
+    }
+    return top;
+  }
+
+  template <bool wild>
+  __forceinline__ void store_columns(float by) {
+    const int64 keys = static_cast<int64>(params.blocks) * scale_block;
+    uint8* to = params.codes +
+                ((static_cast<int64>(this->batch) * params.heads + this->head) * params.columns +
+                 column()) *
+                    keys +
+                static_cast<int64>(this->block) * scale_block;
+#pragma unroll
+    for (int32 chunk = 0; chunk < scale_block / 16; ++chunk) {
+      uint32 out[2][4];  // [column][word of 4 keys]
+#pragma unroll
+      for (int32 q = 0; q < 4; ++q) {
+        float2 x[4];
+#pragma unroll
+        for (int32 e = 0; e < 4; ++e) {
+          x[e] = raw[16 * chunk + core::value_key(4 * q + e)].widened();
+          if constexpr (wild) {
+            const float nan = __uint_as_float(0x7fc00000u);
+            x[e] = {finite_or(x[e].x, nan), finite_or(x[e].y, nan)};
+          }
+        }
+        out[0][q] = Base::pack(x[0].x * by, x[1].x * by, x[2].x * by, x[3].x * by);
+        out[1][q] = Base::pack(x[0].y * by, x[1].y * by, x[2].y * by, x[3].y * by);
+      }
+#pragma unroll
+      for (int32 e = 0; e < 2; ++e) {
+        if (column() + e >= params.columns) continue;
+        *reinterpret_cast<uint4*>(to + e * keys + 16 * chunk) = {out[e][0], out[e][1], out[e][2],
+                                                                 out[e][3]};
+      }
+    }
+  }
+
+  __forceinline__ void run() {
+    this->find_block();
+    load();
+    const uint32 bits = this->largest_of_block(largest());
+    if constexpr (C.pass == QuantizePass::measure) {
+      this->report(bits);
+      return;
+    }
+    const float scale = this->scale_of(bits);
+    this->store_scale(scale);
+    this->store_slack();
+    if (this->block >= params.blocks) return;
+    const float by = 1.0f / scale;
+    if (wild) {
+      store_columns<true>(by);
+    } else {
+      store_columns<false>(by);
+    }
+  }
+};
+
+// ---- Kernel -------------------------------------------------------------------------------------
+
+template <QuantizeConfig C>
 __device__ void quantize(const QuantizeParams& params) {
   extern __shared__ __align__(16) uint8 shared_memory[];
-  using Shared = typename Quantize<C>::Shared;
+  using Shared = typename QuantizeBlock<C>::Shared;
   static_assert(sizeof(Shared) <= core::quantize_shared_bytes(C));
-  Quantize<C>{params, *reinterpret_cast<Shared*>(shared_memory)}.run();
+  Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
+  if constexpr (C.transpose) {
+    QuantizeColumns<C>{{params, shared}}.run();
+  } else {
+    QuantizeRows<C>{{params, shared}}.run();
+  }
 }
 
 }  // namespace fovea::device

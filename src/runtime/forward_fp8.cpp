@@ -119,9 +119,11 @@ FwdConfig choose_forward_fp8(const Problem& p, core::SoftmaxPolicy softmax, int6
     c.stages = 4;
   } else if (widest <= 128) {
     // Short rows of tiles waste less with narrow ones; a mask's edge is cheaper with few rows.
-    const bool narrow = !windowed && c.head_dim_v <= 128 && plain;
+    // Three warpgroups have no registers left for sums in fp32.
+    const bool narrow = !windowed && plain && promote_keys == 0;
+    const bool wide = plain && (!windowed || p.seqlen_k >= 8192);
     c.warpgroups = narrow ? 3 : 2;
-    c.tile_k = narrow ? 96 : plain && p.seqlen_k >= 8192 ? 192 : 128;
+    c.tile_k = narrow ? 96 : wide ? 192 : 128;
     c.stages = narrow ? 3 : 2;
   } else {
     c.tile_k = 96;
