@@ -420,24 +420,26 @@ struct Fp8Compute {
     // A reference too far out, or none yet, is left to repair(): infinity cannot pass the vote.
     const float base[2] = {far(reference[0]) ? infinity : top_log2 - reference[0],
                            far(reference[1]) ? infinity : top_log2 - reference[1]};
-    part[0] = part[1] = more[0] = more[1] = 0.0f;
 #pragma unroll
     for (int32 g = 0; g < Plan::groups; ++g) {
       const KeyScale key = key_scale(g);
       const float by = scale(key);
       const float add[2] = {key.v_log2 + base[0], key.v_log2 + base[1]};
-      float inside[2] = {0.0f, 0.0f};
+      float inside[2];
 #pragma unroll
       for (int32 i = g * group_count; i < (g + 1) * group_count; i += 2) {
         const int32 half = (i / 2) % 2;
         scores[i] = exp2_approximate(fmaf(scores[i], by, add[half]));
         scores[i + 1] = exp2_approximate(fmaf(scores[i + 1], by, add[half]));
-        inside[half] += scores[i] + scores[i + 1];
+        const float pair = scores[i] + scores[i + 1];
+        // No sum begins with an addition to zero, which ptxas would have to keep.
+        inside[half] = i < g * group_count + 4 ? pair : inside[half] + pair;
       }
 #pragma unroll
       for (int32 half = 0; half < 2; ++half) {
-        part[half] += inside[half];
-        more[half] = fmaf(inside[half], key.v_inverse, more[half]);
+        part[half] = g == 0 ? inside[half] : part[half] + inside[half];
+        more[half] =
+            g == 0 ? inside[half] * key.v_inverse : fmaf(inside[half], key.v_inverse, more[half]);
       }
     }
   }
