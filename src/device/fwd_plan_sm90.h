@@ -51,6 +51,8 @@ struct FwdPlan {
   static_assert(C.source == Source::tma || C.ragged);
   static_assert(C.source != Source::gather || (!C.persistent && C.tile_k <= 128));
   static_assert(C.q_stages == 1 || (C.q_stages == 2 && C.persistent));
+  static_assert(C.q_stages == 1 || C.out_apart || !C.tma_out,
+                "the next q is there while out leaves");
   static_assert(C.cluster == 1 ||
                 (C.cluster == 2 && C.source == Source::tma && !C.packed && !C.split));
 

@@ -111,6 +111,9 @@ std::string objection(const FwdConfig& c) {
   if (!c.out_apart && c.head_dim < c.head_dim_v) return "out does not fit where q was";
   if (c.q_stages < 1 || c.q_stages > 2) return "it has 1 or 2 stages of q";
   if (c.q_stages == 2 && !c.persistent) return "a CTA with one tile needs one stage of q";
+  if (c.q_stages == 2 && c.tma_out && !c.out_apart) {
+    return "with 2 stages of q the next is there while out leaves, so out_apart is 1";
+  }
   if (c.cluster < 1 || c.cluster > 2) return "its clusters have 1 or 2 CTAs";
   if (c.cluster == 2 && (c.source != core::Source::tma || c.packed || c.split)) {
     return "keys are shared by a cluster where they are in one piece for every head and row";
