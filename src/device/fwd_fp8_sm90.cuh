@@ -20,6 +20,7 @@
 #pragma once
 
 #include "core/fp8.h"
+#include "device/fwd_fragments_sm90.h"
 #include "device/fwd_tiles.h"
 #include "device/pipeline.h"
 #include "device/scores.h"
@@ -53,19 +54,20 @@ struct Fp8Plan {
   static constexpr uint32 v_bytes = C.tile_k * C.head_dim_v;
   static constexpr int32 groups = C.tile_k / scale_block;
   static constexpr uint32 scale_bytes = groups * sizeof(KeyScale);
-  // out: for each warpgroup, panels of 64 columns of 16 bits, each [64 rows][64], 128-byte swizzle.
+  // out: for each warp, panels of 64 columns of 16 bits, each [16 rows][64], 128-byte swizzle.
   static constexpr int32 panels_v = core::panels(C.head_dim_v);
   static constexpr uint32 out_row_bytes = 2 * core::panel_columns;
-  static constexpr uint32 out_bytes = 64 * panels_v * out_row_bytes;  // of a warpgroup
+  static constexpr uint32 out_bytes = 16 * panels_v * out_row_bytes;  // of a warp
   // Sums: 4 of each thread side by side, [head_dim_v / 8][thread][4] for each warpgroup.
-  static constexpr uint32 sum_bytes = C.promote > 0 ? 64 * C.head_dim_v * 4 : 0;
+  static constexpr uint32 sum_bytes = C.promote > 0 ? 16 * C.head_dim_v * 4 : 0;
   static constexpr uint32 apart_bytes =
       C.out_apart ? (out_bytes > sum_bytes ? out_bytes : sum_bytes) : sum_bytes;
 
   alignas(1024) uint8 q[q_bytes];
   alignas(1024) uint8 k[C.stages][k_bytes];
   alignas(1024) uint8 v[C.stages][v_bytes];
-  alignas(1024) uint8 apart[apart_bytes > 0 ? C.warpgroups* apart_bytes : 16];  // sums, then out
+  alignas(
+      1024) uint8 apart[apart_bytes > 0 ? 4 * C.warpgroups* apart_bytes : 16];  // sums, then out
   // Scales of a key tile arrive with k and are read after k has been released. Their slot is
   // written again 2 C.stages tiles later, when every warp has released a later k.
   KeyScale scales[2 * C.stages][groups];
@@ -92,7 +94,8 @@ struct Fp8Plan {
   static_assert(C.tile_k % scale_block == 0 && C.tile_k <= 256);
   static_assert(!C.tma_out || core::size_bytes(C.out_dtype) == 2);
   static_assert(C.out_apart || !C.tma_out || C.promote == 0, "out is staged where the sums were");
-  static_assert(C.out_apart || out_bytes * C.warpgroups <= q_bytes, "out is staged where q was");
+  static_assert(C.out_apart || 4 * out_bytes * C.warpgroups <= q_bytes,
+                "out is staged where q was");
 };
 
 // ---- Role: load, one thread ---------------------------------------------------------------------
@@ -326,30 +329,9 @@ struct Fp8Compute {
     }
   }
 
-  // Hides what a row does not see: selects, so that what was there reaches nothing.
   __forceinline__ void mask(const FwdTile& tile, int32 block) {
-    int32 first[2];  // of the visible columns, seen from this thread's first column
-    uint32 width[2];
-#pragma unroll
-    for (int32 half = 0; half < 2; ++half) {
-      int32 begin = 0;
-      int32 end = tile.length_k;
-      if constexpr (core::is_windowed(C)) {
-        const int32 position =
-            tile.q_begin + first_row() + 8 * half + tile.length_k - tile.length_q;
-        if constexpr (C.bound_left) begin = max(0, position - params.window_left);
-        if constexpr (C.bound_right) end = min(end, position + params.window_right + 1);
-      }
-      const int32 origin = block * C.tile_k + 2 * (lane_index() % 4);
-      first[half] = begin - origin;
-      width[half] = static_cast<uint32>(max(0, end - begin));
-    }
-#pragma unroll
-    for (int32 i = 0; i < score_count; ++i) {
-      const int32 half = (i / 2) % 2;
-      const int32 column = 8 * (i / 4) + i % 2;
-      if (static_cast<uint32>(column - first[half]) >= width[half]) scores[i] = -infinity;
-    }
+    hide_unseen<C>(scores, params, tile, block,
+                   [&](int32 half) { return tile.q_begin + first_row() + 8 * half; });
   }
 
   // -- Softmax. Weights are 2^(t - m + top), and what is summed and compared is weights.
@@ -561,7 +543,7 @@ struct Fp8Compute {
   // -- Two-level accumulation
 
   __forceinline__ SharedAddress sums(int32 i) const {
-    return shared_address(plan.apart) + static_cast<uint32>(warpgroup) * Plan::apart_bytes +
+    return shared_address(plan.apart) + static_cast<uint32>(warpgroup) * (4 * Plan::apart_bytes) +
            (static_cast<uint32>(i) * 128 + threadIdx.x % 128) * 16;
   }
 
@@ -789,97 +771,59 @@ struct Fp8Compute {
     }
   }
 
-  // The tile before has left the staging memory.
+  // What is apart is free again: the tile before has left, and the sums, which lie across warps,
+  // have been read.
   __forceinline__ void wait_for_staging() {
-    if (threadIdx.x % 128 == 0) bulk_wait_read<0>();
-    named_barrier_sync<128>(Plan::group_barrier + warpgroup);
+    if (lane_index() == 0) bulk_wait_read<0>();
+    if constexpr (C.promote > 0) {
+      named_barrier_sync<128>(Plan::group_barrier + warpgroup);
+    } else {
+      __syncwarp();
+    }
   }
 
-  // Through shared memory, in one piece.
+  // Through shared memory, this warp's 16 rows in one piece.
   __forceinline__ void store_tile(const FwdTile& tile) {
+    const int32 own = 4 * warpgroup + warp();
     const SharedAddress staging =
-        C.out_apart
-            ? shared_address(plan.apart) + static_cast<uint32>(warpgroup) * Plan::apart_bytes
-            : shared_address(plan.q) + static_cast<uint32>(warpgroup) * Plan::out_bytes;
-    // Where q is: both warpgroups have read it. Where the sums are: all threads have.
-    if constexpr (C.out_apart) {
-      wait_for_staging();
-    } else {
-      named_barrier_sync<Plan::compute_barrier, Plan::consumer_threads>();
-    }
-    const int32 lane = lane_index();
-    const int32 row = 16 * warp() + StoreMatrixX4::row(lane);
-#pragma unroll
-    for (int32 j = 0; j < 4 * Plan::panels_v; ++j) {  // 16 columns each; zeros fill the last panel
-      uint32 words[4] = {};
-      if (j < C.head_dim_v / 16) {
-#pragma unroll
-        for (int32 i = 0; i < 4; ++i) {
-          words[i] = pack<C.out_dtype>(output[8 * j + 2 * i], output[8 * j + 2 * i + 1]);
-        }
-      }
-      const uint32 offset =
-          panel_offset(Swizzle::b128, 64, row, 2 * (16 * j + StoreMatrixX4::col(lane)));
-      store_matrix_x4(staging + offset, words[0], words[1], words[2], words[3]);
-    }
+        (C.out_apart ? shared_address(plan.apart) : shared_address(plan.q)) +
+        static_cast<uint32>(own) * (C.out_apart ? Plan::apart_bytes : Plan::out_bytes);
+    if constexpr (C.out_apart) wait_for_staging();
+    stage_rows<C, 16>(staging, output, 0);
     fence_proxy_async_shared();
-    named_barrier_sync<128>(Plan::group_barrier + warpgroup);
-    if (threadIdx.x % 128 == 0) {
+    __syncwarp();
+    if (lane_index() == 0) {
 #pragma unroll
       for (int32 panel = 0; panel < Plan::panels_v; ++panel) {
-        tma_store(&params.out_map, staging + panel * 64 * Plan::out_row_bytes,
-                  {panel * core::panel_columns, tile.row_q + tile.q_begin + 64 * warpgroup,
-                   tile.head, tile.batch_q});
+        tma_store(&params.out_map, staging + panel * 16 * Plan::out_row_bytes,
+                  {panel * core::panel_columns, tile.row_q + tile.q_begin + 16 * own, tile.head,
+                   tile.batch_q});
       }
       bulk_commit();
+      // q may be overwritten only when out has been read.
       if constexpr (!C.out_apart) bulk_wait_read<0>();
     }
-    // q may be overwritten only when out has been read.
-    if constexpr (!C.out_apart) named_barrier_sync<128>(Plan::group_barrier + warpgroup);
   }
 
-  __forceinline__ void store_element(int64 offset, float value) {
-    if constexpr (C.out_dtype == DType::f32) {
-      static_cast<float*>(params.out)[offset] = value;
-    } else {
-      static_cast<uint16*>(params.out)[offset] =
-          static_cast<uint16>(pack<C.out_dtype>(value, 0.0f) & 0xffffu);
-    }
-  }
-
-  // From registers, row by row: where rows end inside the tile, or out suits no copy engine.
   __forceinline__ void store_rows(const FwdTile& tile) {
 #pragma unroll
     for (int32 half = 0; half < 2; ++half) {
       const int32 row = tile.q_begin + first_row() + 8 * half;
       if (row >= tile.capacity_q) continue;
-      const int64 base = tile.batch_q * params.out_stride[0] +
-                         (tile.row_q + row) * params.out_stride[1] +
-                         tile.head * params.out_stride[2];
-#pragma unroll
-      for (int32 j = 0; j < C.head_dim_v / 8; ++j) {
-        const int32 column = 8 * j + 2 * (lane_index() % 4);
-        const float low = output[4 * j + 2 * half];
-        const float high = output[4 * j + 2 * half + 1];
-        if constexpr (C.tma_out) {
-          if (column < params.head_dim_v) {
-            *reinterpret_cast<uint32*>(static_cast<uint16*>(params.out) + base + column) =
-                pack<C.out_dtype>(low, high);
-          }
-        } else {
-          if (column < params.head_dim_v) store_element(base + column * params.out_stride[3], low);
-          if (column + 1 < params.head_dim_v) {
-            store_element(base + (column + 1) * params.out_stride[3], high);
-          }
-        }
-      }
+      store_row<C>(params, output, half,
+                   tile.batch_q * params.out_stride[0] + (tile.row_q + row) * params.out_stride[1] +
+                       tile.head * params.out_stride[2]);
     }
   }
 
   __forceinline__ void store(const FwdTile& tile) {
     finish(tile);
+    // Out is staged where q was, once all have read it.
+    if constexpr (!C.out_apart && C.tma_out) {
+      named_barrier_sync<Plan::compute_barrier, Plan::consumer_threads>();
+    }
     // Tiles of a packed tensor end where the next sequence begins.
-    const int32 last = tile.q_begin + 64 * warpgroup + 64;
+    const int32 last = tile.q_begin + 64 * warpgroup + 16 * warp() + 16;
     if (C.tma_out && (!C.ragged || last <= tile.capacity_q)) {
       store_tile(tile);
     } else {
@@ -933,7 +877,7 @@ struct Fp8Compute {
     // The last turn passed is nobody's: take it, so that the barrier ends as it began.
     if (C.ping_pong && warpgroup == 0) named_barrier_sync<256>(Plan::turn_barrier);
     // Shared memory outlives the stores that read it.
-    if (C.tma_out && threadIdx.x % 128 == 0) bulk_wait_read<0>();
+    if (C.tma_out && lane_index() == 0) bulk_wait_read<0>();
   }
 };
 

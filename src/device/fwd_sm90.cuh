@@ -19,6 +19,7 @@
 
 #include "core/softmax.h"
 #include "device/fwd_exact_row.h"
+#include "device/fwd_fragments_sm90.h"
 #include "device/fwd_load_sm90.h"
 #include "device/wgmma.h"
 
@@ -183,29 +184,9 @@ struct Compute {
     }
   }
 
-  // Hides what a row does not see: selects, so that what was there reaches nothing.
   __forceinline__ void mask(const FwdTile& tile, int32 block) {
-    int32 first[2];  // of the visible columns, seen from this thread's first column
-    uint32 width[2];
-#pragma unroll
-    for (int32 half = 0; half < 2; ++half) {
-      int32 begin = 0;
-      int32 end = tile.length_k;
-      if constexpr (core::is_windowed(C)) {
-        const int32 position = row_of(tile, half).query + tile.length_k - tile.length_q;
-        if constexpr (C.bound_left) begin = max(0, position - params.window_left);
-        if constexpr (C.bound_right) end = min(end, position + params.window_right + 1);
-      }
-      const int32 origin = block * C.tile_k + 2 * (lane_index() % 4);
-      first[half] = begin - origin;
-      width[half] = static_cast<uint32>(max(0, end - begin));
-    }
-#pragma unroll
-    for (int32 i = 0; i < score_count; ++i) {
-      const int32 half = (i / 2) % 2;
-      const int32 column = 8 * (i / 4) + i % 2;
-      if (static_cast<uint32>(column - first[half]) >= width[half]) scores[i] = -infinity;
-    }
+    hide_unseen<C>(scores, params, tile, block,
+                   [&](int32 half) { return row_of(tile, half).query; });
   }
 
   // -- Softmax
@@ -608,20 +589,7 @@ struct Compute {
       __syncwarp();
     }
     const int32 first = 64 * warpgroup + 16 * warp();
-    const int32 row = first + StoreMatrixX4::row(lane);
-#pragma unroll
-    for (int32 j = 0; j < 4 * Plan::panels_v; ++j) {  // 16 columns each; zeros fill the last panel
-      uint32 words[4] = {};
-      if (j < C.head_dim_v / 16) {
-#pragma unroll
-        for (int32 i = 0; i < 4; ++i) {
-          words[i] = pack<C.dtype>(output[8 * j + 2 * i], output[8 * j + 2 * i + 1]);
-        }
-      }
-      const uint32 offset =
-          panel_offset(Swizzle::b128, Plan::rows, row, 2 * (16 * j + StoreMatrixX4::col(lane)));
-      store_matrix_x4(staging + offset, words[0], words[1], words[2], words[3]);
-    }
+    stage_rows<C, Plan::rows>(staging, output, first);
     fence_proxy_async_shared();
     __syncwarp();
     if (lane == 0) {
@@ -637,38 +605,13 @@ struct Compute {
     }
   }
 
-  __forceinline__ void store_element(int64 offset, float value) {
-    if constexpr (core::stored_dtype(C) == DType::f32) {
-      static_cast<float*>(params.out)[offset] = value;
-    } else {
-      static_cast<uint16*>(params.out)[offset] =
-          static_cast<uint16>(pack<C.out_dtype>(value, 0.0f) & 0xffffu);
-    }
-  }
-
-  // From registers, row by row: where rows end inside the tile, or out suits no copy engine.
+  // From registers, row by row.
   __forceinline__ void store_rows(const FwdTile& tile) {
 #pragma unroll
     for (int32 half = 0; half < 2; ++half) {
       const FwdRow row = row_of(tile, half);
-      if (row.query >= tile.capacity_q) continue;
-      const int64 base = out_offset(tile, row);
-#pragma unroll
-      for (int32 j = 0; j < C.head_dim_v / 8; ++j) {
-        const int32 column = 8 * j + 2 * (lane_index() % 4);
-        const float low = output[4 * j + 2 * half];
-        const float high = output[4 * j + 2 * half + 1];
-        if constexpr (C.tma_out) {
-          if (column < params.head_dim_v) {
-            *reinterpret_cast<uint32*>(static_cast<uint16*>(params.out) + base + column) =
-                pack<C.dtype>(low, high);
-          }
-        } else {
-          if (column < params.head_dim_v) store_element(base + column * params.out_stride[3], low);
-          if (column + 1 < params.head_dim_v) {
-            store_element(base + (column + 1) * params.out_stride[3], high);
-          }
-        }
+      if (row.query < tile.capacity_q) {
+        store_row<C>(params, output, half, out_offset(tile, row));
       }
     }
   }
@@ -687,7 +630,7 @@ struct Compute {
       for (int32 slot = 0; slot < ExactRow<C>::output_slots; ++slot) {
         const int32 column = lane_index() + 32 * slot;
         if (column < params.head_dim_v) {
-          store_element(base + column * params.out_stride[3], exact.output[slot]);
+          store_element<C>(params.out, base + column * params.out_stride[3], exact.output[slot]);
         }
       }
     }

@@ -205,7 +205,7 @@ void ForwardFp8Kernel::run(const ForwardCall& call, const Fp8Operands& operands,
                              {l.rows_q, p.out.stride[1]},
                              {l.heads_q, p.out.stride[2]},
                              {l.batches_q, p.out.stride[0]}},
-                            core::panel_columns, 64, MapSwizzle::b128);
+                            core::panel_columns, 16, MapSwizzle::b128);
   }
   params.k_rows.data = reinterpret_cast<const core::uint16*>(operands.k);
   params.k_rows.stride[0] = k.batch;
