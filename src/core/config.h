@@ -103,13 +103,16 @@ constexpr int32 shared_bytes(const FwdConfig& c) {
 inline constexpr int32 shared_limit_bytes = 232448;  // of a CTA on compute capability 9.0
 
 // Registers that setmaxnreg leaves to each thread; the pool is what the launch takes at entry.
+// Threads that find rows of their own (gather) or lanes that find pages need more than one thread
+// that drives the copy engine.
 constexpr int32 producer_registers(const FwdConfig& c) {
-  if (c.source == Source::gather) return c.warpgroups == 3 ? 56 : 40;
-  return c.warpgroups == 3 ? 32 : 24;
+  if (c.source == Source::gather) return 56;
+  if (c.warpgroups == 3) return 32;
+  return c.source == Source::paged ? 40 : 24;
 }
 constexpr int32 consumer_registers(const FwdConfig& c) {
-  if (c.source == Source::gather) return c.warpgroups == 3 ? 152 : 232;
-  return c.warpgroups == 3 ? 160 : 240;
+  if (c.warpgroups == 3) return c.source == Source::gather ? 152 : 160;
+  return c.source == Source::gather ? 224 : c.source == Source::paged ? 232 : 240;
 }
 
 // Registers of a computing thread that hold a tile: scores, weights, output.
