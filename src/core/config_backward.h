@@ -24,10 +24,9 @@ struct BwdConfig {
   bool has_mask = false;
   bool has_dropout = false;
   bool split_columns = false;  // warpgroups have the same keys and share their columns; see keys_of
-  // Of Hopper's schedule: the scores of the next block are issued before dq of this one leaves; dq
-  // is added from registers, not through shared memory and the adding thread.
-  bool early_scores = false;
+  // Of Hopper's schedule: dq is added from registers, not through shared memory.
   bool direct_dq = false;
+  bool dq_apart = false;  // dq is multiplied by a warpgroup of its own, which copies and adds, too
   // Blackwell's kernel (core/config_backward_sm100.h) instead of Hopper's; and of that alone:
   bool tensor_memory = false;
   bool pair = false;         // two CTAs drive each product, over 256 keys
@@ -87,6 +86,12 @@ constexpr bool fits_whole_columns(const BwdConfig& c) {
   const int32 modifiers = c.has_softcap + c.has_alibi;
   const bool light = !c.has_dropout && !hides_anywhere(c) && modifiers == 1;
   return plain || (light && (c.has_softcap || c.head_dim > 64 || c.head_dim_v > 64));
+}
+
+// Whether a third warpgroup can have dq: 208 registers are then left to each of the others, enough
+// where nothing modifies a score.
+constexpr bool fits_dq_apart(const BwdConfig& c) {
+  return !c.split_columns && !modifies_backward(c);
 }
 
 // Under a causal mask every block of keys begins with rows that no later block sees: in turns, the
@@ -165,9 +170,10 @@ struct BwdParams {
   int64 dk_stride[4] = {};
   void* dv = nullptr;
   int64 dv_stride[4] = {};
-  bool paired = false;        // 16-bit dk and dv: two neighbours of a row lie in an aligned word
-  bool out_in_quads = false;  // likewise four, of out and dout, and of dq
-  bool dq_in_quads = false;
+  bool paired = false;         // 16-bit dk and dv: two neighbours of a row lie in an aligned word
+  bool dq_in_quads = false;    // likewise four, of dq
+  bool out_in_octets = false;  // likewise eight, of out and dout
+  bool dkv_in_words = false;   // as many of dk and dv as 16 bytes hold
 
   const int32* cu_seqlens_q = nullptr;
   const int32* cu_seqlens_k = nullptr;

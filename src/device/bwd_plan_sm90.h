@@ -13,14 +13,15 @@ namespace fovea::device {
 
 // What this CTA works on. In shared memory, since registers are short.
 template <BwdConfig C>
-struct BwdWork {
+struct alignas(16) BwdWork {
   static constexpr int32 rows = core::rows_of(C);
 
   BwdSequence sequence;
   int32 head_kv;
-  int32 key_begin;               // first key of the block
   int32 row_begin, row_end;      // query rows that see any key of the block
   int32 block_begin, block_end;  // their blocks
+  int32 open_begin, open_end;    // those of which every row exists and sees every key
+  int32 key_begin;               // first key of the block
 
   __forceinline__ void find(const BwdParams& params) {
     const PairBlock at = pair_block(static_cast<int32>(blockIdx.x), params.batch * params.heads_kv,
@@ -36,10 +37,49 @@ struct BwdWork {
     row_end = static_cast<int32>(seen.end);
     block_begin = row_begin / rows;
     block_end = (row_end + rows - 1) / rows;
+    find_open(params);
+  }
+
+  __forceinline__ void find_open(const BwdParams& params) {
+    const int32 key_end = key_begin + core::keys_of(C);
+    const int32 shift = sequence.length_k - sequence.length_q;
+    open_begin = 0;
+    open_end = key_end <= sequence.length_k ? sequence.length_q / rows : 0;
+    if constexpr (C.bound_right) {
+      open_begin = (max(0, key_end - 1 - shift - params.window_right) + rows - 1) / rows;
+    }
+    if constexpr (C.bound_left) {
+      open_end = min(open_end, max(0, key_begin - shift + params.window_left + 1) / rows);
+    }
   }
 
   __forceinline__ bool exists() const { return key_begin < sequence.capacity_k; }
 };
+
+// The blocks of rows that a CTA visits, of one head after the other.
+struct BwdVisit {
+  int32 head, block;
+};
+
+template <BwdConfig C>
+__forceinline__ BwdVisit first_visit(const BwdParams& params, const BwdWork<C>& work) {
+  return {work.head_kv * params.group_size, work.block_begin};
+}
+
+// Moves to the next; false behind the last.
+template <BwdConfig C>
+__forceinline__ bool advance(const BwdParams& params, const BwdWork<C>& work, BwdVisit& visit) {
+  if (++visit.block < work.block_end) return true;
+  visit.block = work.block_begin;
+  return ++visit.head < (work.head_kv + 1) * params.group_size;
+}
+
+// The number of the visited block among all.
+template <BwdConfig C>
+__forceinline__ int64 visit_number(const BwdParams& params, const BwdWork<C>& work,
+                                   const BwdVisit& visit) {
+  return first_block<C>(params, work.sequence, visit.head) + visit.block;
+}
 
 // ---- Plan: shared memory, barriers --------------------------------------------------------------
 
@@ -73,6 +113,7 @@ struct BwdPlan {
   Ring<2> q_ring;               // with lse_log2. full: 1 producer and the bytes
   Ring<dout_stages> dout_ring;  // with delta. free: each computing warp
   Ring<1> dq_ring[2];           // full: the threads of a warpgroup; free: the adding thread
+  Ring<2> scores_ring;          // dq_apart. full: each computing warp; free: each warp of dq
   Barrier keys_full;
   BwdWork<C> work;
 
@@ -81,11 +122,11 @@ struct BwdPlan {
   // Named barriers, of all computing threads. 0 is __syncthreads.
   static constexpr int32 scores_barrier = 1;
   static constexpr int32 clear_barrier = 2;
+  static constexpr int32 dq_barrier = 3;  // of the warpgroup of dq
 
   static_assert(C.dtype == DType::bf16 || C.dtype == DType::f16);
   static_assert(C.head_dim % core::panel_columns == 0 && C.head_dim_v % core::panel_columns == 0);
   static_assert(!C.deterministic || !C.direct_dq, "turns are the adding thread's");
-  static_assert(!C.early_scores || (!C.split_columns && C.head_dim == 128), "registers are short");
   static_assert(C.split_columns || (C.head_dim == C.head_dim_v && C.head_dim <= 128));
 };
 
@@ -161,6 +202,13 @@ struct BwdLoad {
     state.advance();
   }
 
+  __forceinline__ void load_block(int32 head, int32 block, int64 number) {
+    load_rows(plan.q_ring, q_state, plan.q[0], Plan::panels, &params.q, plan.lse_log2[0],
+              params.lse_log2, head, block, number);
+    load_rows(plan.dout_ring, dout_state, plan.dout[0], Plan::panels_v, &params.dout_map,
+              plan.delta[0], params.delta, head, block, number);
+  }
+
   __forceinline__ void run() {
     if (work.block_begin >= work.block_end) return;
     load_keys();
@@ -169,10 +217,7 @@ struct BwdLoad {
       const int64 first = first_block<C>(params, work.sequence, head);
 #pragma unroll 1
       for (int32 block = work.block_begin; block < work.block_end; ++block) {
-        load_rows(plan.q_ring, q_state, plan.q[0], Plan::panels, &params.q, plan.lse_log2[0],
-                  params.lse_log2, head, block, first + block);
-        load_rows(plan.dout_ring, dout_state, plan.dout[0], Plan::panels_v, &params.dout_map,
-                  plan.delta[0], params.delta, head, block, first + block);
+        load_block(head, block, first + block);
       }
     }
   }

@@ -15,79 +15,112 @@
 
 namespace fovea::device {
 
-// A lane's part of the product of a row of out and one of dout, in words of four where they allow.
 template <auto C>
-__forceinline__ float row_product(const BwdParams& params, const uint16* out, const uint16* dout) {
+__forceinline__ float octet_product(uint4 a, uint4 b) {
+  const uint32 words[2][4] = {{a.x, a.y, a.z, a.w}, {b.x, b.y, b.z, b.w}};
   float sum = 0.0f;
-  if (params.out_in_quads) {
-    for (int32 d = 4 * lane_index(); d < params.head_dim_v; d += 128) {
-      const uint2 a = *reinterpret_cast<const uint2*>(out + d);
-      const uint2 b = *reinterpret_cast<const uint2*>(dout + d);
-      const float2 a0 = unpack<C.dtype>(a.x);
-      const float2 b0 = unpack<C.dtype>(b.x);
-      const float2 a1 = unpack<C.dtype>(a.y);
-      const float2 b1 = unpack<C.dtype>(b.y);
-      sum = fmaf(a0.x, b0.x, fmaf(a0.y, b0.y, fmaf(a1.x, b1.x, fmaf(a1.y, b1.y, sum))));
-    }
-    return sum;
-  }
-  for (int32 d = lane_index(); d < params.head_dim_v; d += 32) {
-    sum = fmaf(widen<C.dtype>(out[d * params.out_stride[3]]),
-               widen<C.dtype>(dout[d * params.dout_stride[3]]), sum);
+#pragma unroll
+  for (int32 i = 0; i < 4; ++i) {
+    const float2 of_a = unpack<C.dtype>(words[0][i]);
+    const float2 of_b = unpack<C.dtype>(words[1][i]);
+    sum = fmaf(of_a.x, of_b.x, fmaf(of_a.y, of_b.y, sum));
   }
   return sum;
 }
 
-// `count` rows of a block from `first` on, by one warp: all are read before any is summed.
-template <auto C, int32 count>
+// How a warp takes rows: several at a time, `lanes` for each.
+template <auto C>
+struct RowLanes {
+  static constexpr int32 lanes = C.head_dim_v <= 64 ? 8 : C.head_dim_v <= 128 ? 16 : 32;
+  static constexpr int32 at_a_time = 32 / lanes;
+  static constexpr int32 together = 4 * at_a_time;  // all are read before any is summed
+};
+
+// The products of rows `first` .. of a block, each in all lanes that take it: those of rows
+// i at_a_time + lane / lanes in delta[i].
+template <auto C>
+__forceinline__ void row_products(const BwdParams& params, const BwdSequence& s, int32 head,
+                                  int32 query, float (&delta)[4]) {
+  using Lanes = RowLanes<C>;
+  const int32 own = lane_index() % Lanes::lanes;
+  const int32 first = query + lane_index() / Lanes::lanes;
+  const int64 at = static_cast<int64>(s.row_q) + first;
+  const uint16* const out_row = params.out + s.batch_q * params.out_stride[0] +
+                                at * params.out_stride[1] + head * params.out_stride[2];
+  const uint16* const dout_row = params.dout + s.batch_q * params.dout_stride[0] +
+                                 at * params.dout_stride[1] + head * params.dout_stride[2];
+  const auto exists = [&](int32 i) { return first + i * Lanes::at_a_time < s.length_q; };
+  if (params.out_in_octets) {
+    uint4 out[4] = {};
+    uint4 dout[4] = {};
+#pragma unroll
+    for (int32 i = 0; i < 4; ++i) {
+      if (!exists(i) || 8 * own >= params.head_dim_v) continue;
+      const int64 step = i * Lanes::at_a_time;
+      out[i] = *reinterpret_cast<const uint4*>(out_row + step * params.out_stride[1] + 8 * own);
+      dout[i] = *reinterpret_cast<const uint4*>(dout_row + step * params.dout_stride[1] + 8 * own);
+    }
+#pragma unroll
+    for (int32 i = 0; i < 4; ++i) delta[i] = octet_product<C>(out[i], dout[i]);
+  } else {
+#pragma unroll
+    for (int32 i = 0; i < 4; ++i) delta[i] = 0.0f;
+#pragma unroll 1
+    for (int32 d = own; d < params.head_dim_v; d += Lanes::lanes) {
+#pragma unroll
+      for (int32 i = 0; i < 4; ++i) {
+        if (!exists(i)) continue;
+        const int64 step = i * Lanes::at_a_time;
+        const uint16 a = out_row[step * params.out_stride[1] + d * params.out_stride[3]];
+        const uint16 b = dout_row[step * params.dout_stride[1] + d * params.dout_stride[3]];
+        delta[i] = fmaf(widen<C.dtype>(a), widen<C.dtype>(b), delta[i]);
+      }
+    }
+  }
+#pragma unroll
+  for (int32 step = Lanes::lanes / 2; step > 0; step /= 2) {
+#pragma unroll
+    for (int32 i = 0; i < 4; ++i) delta[i] += __shfl_xor_sync(0xffffffffu, delta[i], step);
+  }
+}
+
+// Rows of a block from `first` on, by one warp.
+template <auto C>
 __forceinline__ void prepare_rows(const BwdParams& params, const BwdSequence& s, int32 head,
                                   int32 block, int32 first, int64 number) {
+  using Lanes = RowLanes<C>;
   const int32 query = block * core::rows_of(C) + first;
-  float delta[count];
-#pragma unroll
-  for (int32 i = 0; i < count; ++i) {
-    const int64 at = static_cast<int64>(s.row_q) + query + i;
-    delta[i] = 0.0f;
-    if (query + i < s.length_q) {
-      delta[i] = row_product<C>(params,
-                                params.out + s.batch_q * params.out_stride[0] +
-                                    at * params.out_stride[1] + head * params.out_stride[2],
-                                params.dout + s.batch_q * params.dout_stride[0] +
-                                    at * params.dout_stride[1] + head * params.dout_stride[2]);
+  // Each of four lanes of a row has one of the rows that it took part in.
+  const int32 own = lane_index() % Lanes::lanes;
+  const int32 row = own % 4 * Lanes::at_a_time + lane_index() / Lanes::lanes;
+  const int64 at = static_cast<int64>(s.row_q) + query + row;
+  const bool exists = query + row < s.length_q && own < 4;
+  float lse = -infinity;
+  if (exists) {
+    lse = params.lse[s.batch_q * params.lse_stride[0] + head * params.lse_stride[1] +
+                     at * params.lse_stride[2]];
+  }
+  float deltas[4];
+  row_products<C>(params, s, head, query, deltas);
+  if (own >= 4) return;
+  float delta = own < 2 ? (own == 0 ? deltas[0] : deltas[1]) : (own == 2 ? deltas[2] : deltas[3]);
+  if (exists && params.dlse != nullptr) {
+    delta -= params.dlse[s.batch_q * params.dlse_stride[0] + head * params.dlse_stride[1] +
+                         at * params.dlse_stride[2]];
+  }
+  // A row that sees nothing subtracts infinity, and its weights are zero: lse is then -infinity, or
+  // the sink. An infinite logit leaves no weight that is a number.
+  const bool empty = lse == -infinity;
+  float lse_log2 = lse * core::log2_e;
+  if (lse == infinity) lse_log2 = core::float_of(0x7fc00000u);
+  if (empty) lse_log2 = infinity;
+  if constexpr (core::hides_anywhere(C)) {
+    if (params.sink != nullptr && lse == params.sink[head * params.sink_stride]) {
+      lse_log2 = infinity;
     }
   }
-#pragma unroll
-  for (int32 step = 16; step > 0; step /= 2) {
-#pragma unroll
-    for (int32 i = 0; i < count; ++i) delta[i] += __shfl_xor_sync(0xffffffffu, delta[i], step);
-  }
-#pragma unroll
-  for (int32 i = 0; i < count; ++i) {
-    if (lane_index() != i) continue;
-    const int64 at = static_cast<int64>(s.row_q) + query + i;
-    float lse = -infinity;
-    if (query + i < s.length_q) {
-      lse = params.lse[s.batch_q * params.lse_stride[0] + head * params.lse_stride[1] +
-                       at * params.lse_stride[2]];
-      if (params.dlse != nullptr) {
-        delta[i] -= params.dlse[s.batch_q * params.dlse_stride[0] + head * params.dlse_stride[1] +
-                                at * params.dlse_stride[2]];
-      }
-    }
-    // A row that sees nothing subtracts infinity, and its weights are zero: lse is then -infinity,
-    // or the sink. An infinite logit leaves no weight that is a number.
-    const bool empty = lse == -infinity;
-    float lse_log2 = lse * core::log2_e;
-    if (lse == infinity) lse_log2 = core::float_of(0x7fc00000u);
-    if (empty) lse_log2 = infinity;
-    if constexpr (core::hides_anywhere(C)) {
-      if (params.sink != nullptr && lse == params.sink[head * params.sink_stride]) {
-        lse_log2 = infinity;
-      }
-    }
-    params.lse_log2[number * core::rows_of(C) + first + i] = lse_log2;
-    params.delta[number * core::rows_of(C) + first + i] = empty ? 0.0f : delta[i];
-  }
+  params.lse_log2[number * core::rows_of(C) + first + row] = lse_log2;
+  params.delta[number * core::rows_of(C) + first + row] = empty ? 0.0f : delta;
 }
 
 // 128 threads take a block of rows.
@@ -95,7 +128,7 @@ template <auto C>
 __device__ void bwd_prepare(const BwdParams& params) {
   constexpr int32 rows = core::rows_of(C);
   constexpr int32 warps = core::row_threads / 32;
-  constexpr int32 together = 4;
+  constexpr int32 together = RowLanes<C>::together;
   const int32 index = static_cast<int32>(blockIdx.x);
   const int32 pair = index / params.q_blocks;
   const int32 block = index - pair * params.q_blocks;
@@ -117,7 +150,7 @@ __device__ void bwd_prepare(const BwdParams& params) {
   static_assert(rows % (warps * together) == 0);
 #pragma unroll 1
   for (int32 row = together * warp_index(); row < rows; row += warps * together) {
-    prepare_rows<C, together>(params, s, head, block, row, number);
+    prepare_rows<C>(params, s, head, block, row, number);
   }
 }
 

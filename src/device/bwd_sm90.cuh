@@ -2,7 +2,8 @@
 //
 // One CTA per block of keys, against every block of query rows that sees it, of all heads that
 // share the KV head: dk and dv stay in registers until the end. Two warpgroups compute; one warp
-// copies (TMA), one adds dq to global memory (bulk reduction). Scores are computed transposed, keys
+// copies (TMA), one adds dq to global memory (bulk reduction), or (dq_apart) a third warpgroup does
+// both and multiplies dq, so that none waits for another. Scores are computed transposed, keys
 // x queries, so that P^T and dS^T leave the softmax as operand A of dv and dk needs them. Budget of
 // one step, 64 rows x 128 keys x head_dim 128, in cycles of a multiprocessor
 // (docs/kernels/bwd_sm90.md):
@@ -102,101 +103,61 @@ struct BwdCompute : BwdTile<C> {
     issue_scores(scores, shared_address(this->plan.k), this->q_tile(), C.head_dim / 16);
   }
 
-  // From scores, which with early_scores are there and else in flight, to dS in shared memory, with
-  // dV in flight.
-  __forceinline__ void find_dscores_of(const typename Tile::Visit& at, Fragments& dweights) {
-    Fragments weights;           // P^T as operand A
-    Fragments kept;              // P again, for while dv has it
-    float dscores[score_count];  // dP
-    // Side by side where the registers hold both.
-    constexpr bool together = Plan::rows == 64;
+  // From scores in flight to dS in shared memory, with dV in flight. What runs beside what is a
+  // matter of registers: dk, dv and both kinds of scores are 192.
+  __forceinline__ void find_dscores_of(const BwdVisit& at, Fragments& dweights) {
+    constexpr bool together = Plan::rows == 64 && !C.dq_apart;  // S and dP
+    Fragments weights;                                          // P^T as operand A
+    Fragments kept;                                             // P again, for while dv has it
+    float dscores[score_count];                                 // dP
     if constexpr (together) issue_dp(dscores);
     const bool hides = !this->sees_all(at.block);
-    if constexpr (!C.early_scores) {
-      wgmma_wait<together ? 1 : 0>();
-      wgmma_hold(scores);
-    }
+    wgmma_wait<together ? 1 : 0>();
+    wgmma_hold(scores);
     this->find_weights(weights, kept, scores, at.head, at.block, hides);
     if constexpr (!together) issue_dp(dscores);
-    // dV runs while dS is made.
-    wgmma_fence();
-    issue_gradient(dv, weights, this->dout_tile());
-    wgmma_wait<1>();
-    wgmma_hold(dscores);
-    this->find_dscores(dweights, kept, dscores, hides);
-    this->store_scores(this->dscores_tile(), dweights);
-    this->publish_scores();
+    if constexpr (C.dq_apart) {
+      wgmma_wait<0>();
+      wgmma_hold(dscores);
+      this->find_dscores(dweights, weights, dscores, hides);
+      this->plan.scores_ring.wait_free(this->q_state);
+      this->store_scores(this->dscores_tile(), dweights);
+      wgmma_fence();
+      issue_gradient(dv, weights, this->dout_tile());
+      this->hand_scores_over();
+    } else {
+      wgmma_fence();
+      issue_gradient(dv, weights, this->dout_tile());
+      wgmma_wait<1>();
+      wgmma_hold(dscores);
+      this->find_dscores(dweights, kept, dscores, hides);
+      this->store_scores(this->dscores_tile(), dweights);
+      this->publish_scores();
+    }
   }
 
   // One block of rows, whose scores are in flight.
-  __forceinline__ void step(const typename Tile::Visit& at) {
-    Fragments dweights;    // dS^T as operand A
-    float dq[unit_count];  // [64 x 64]
+  __forceinline__ void step(const BwdVisit& at) {
+    Fragments dweights;  // dS^T as operand A
     find_dscores_of(at, dweights);
     wgmma_fence();
-    issue_dq(dq);
-    issue_gradient(dk, dweights, this->q_tile());
-    wgmma_wait<1>();
-    wgmma_hold(dq);
-    this->release_dout();
-    this->add_dq(dq, 0, at.number);
+    if constexpr (C.dq_apart) {
+      issue_gradient(dk, dweights, this->q_tile());
+      wgmma_wait<1>();
+      this->release_dout();
+    } else {
+      float dq[unit_count];  // [64 x 64]
+      issue_dq(dq);
+      issue_gradient(dk, dweights, this->q_tile());
+      wgmma_wait<1>();
+      wgmma_hold(dq);
+      this->release_dout();
+      this->add_dq(dq, 0, visit_number<C>(this->params, this->work, at));
+    }
     wgmma_wait<0>();
     wgmma_hold(dk);
     wgmma_hold(dv);
     this->release_q();
-  }
-
-  // The same, with the scores of the next block made while dq leaves. Nothing is in flight between
-  // steps: ptxas moves accumulators there. False behind the last block.
-  __forceinline__ bool step_ahead(typename Tile::Visit& at) {
-    Fragments dweights;
-    float dq[unit_count];
-    const int64 number = at.number;
-    find_dscores_of(at, dweights);
-    wgmma_fence();
-    issue_dq(dq);
-    issue_gradient(dk, dweights, this->q_tile());
-    wgmma_wait<2>();
-    this->release_dout();
-    const bool more = this->advance(at);
-    if (more) {
-      this->q_state.advance();
-      this->plan.q_ring.wait_full(this->q_state);
-      this->clear_unseen_rows(at.block);
-    }
-    // Behind the last block the same scores again: without a branch ptxas keeps products in flight.
-    wgmma_fence();
-    issue_scores(scores, shared_address(this->plan.k), this->q_tile(), C.head_dim / 16);
-    wgmma_wait<2>();
-    wgmma_hold(dq);
-    this->add_dq(dq, 0, number);
-    wgmma_wait<0>();
-    wgmma_hold(dk);
-    wgmma_hold(dv);
-    wgmma_hold(scores);
-    this->release_previous_q();
-    return more;
-  }
-
-  __forceinline__ void visit_blocks() {
-    typename Tile::Visit at = this->first_visit();
-    if constexpr (C.early_scores) {
-#pragma unroll
-      for (int32 i = 0; i < score_count; ++i) scores[i] = 0.0f;
-      wgmma_hold(scores);
-      begin(at.block);
-      wgmma_wait<0>();
-      wgmma_hold(scores);
-#pragma unroll 1
-      while (step_ahead(at)) {
-      }
-    } else {
-#pragma unroll 1
-      do {
-        begin(at.block);
-        step(at);
-      } while (this->advance(at));
-    }
   }
 
   __forceinline__ void run() {
@@ -207,7 +168,12 @@ struct BwdCompute : BwdTile<C> {
     if (this->work.block_begin < this->work.block_end) {
       mbarrier_wait(this->plan.keys_full, 0);
       this->clear_unseen_keys();
-      visit_blocks();
+      BwdVisit at = first_visit<C>(this->params, this->work);
+#pragma unroll 1
+      do {
+        begin(at.block);
+        step(at);
+      } while (advance<C>(this->params, this->work, at));
     }
     this->store_gradients(dk, 0, dv, 0);
   }
@@ -312,7 +278,7 @@ struct BwdColumns : BwdTile<C> {
     this->publish_scores();
   }
 
-  __forceinline__ void step(const typename Tile::Visit& at) {
+  __forceinline__ void step(const BwdVisit& at) {
     float dq[numbers(dq_own)];
     this->plan.q_ring.wait_full(this->q_state);
     this->clear_unseen_rows(at.block);
@@ -328,7 +294,9 @@ struct BwdColumns : BwdTile<C> {
       wgmma_wait<(dv_own.count > 0) + (dk_own.count > 0)>();
       wgmma_hold(dq);
 #pragma unroll
-      for (int32 j = 0; j < dq_own.count; ++j) this->add_dq(dq, j, at.number);
+      for (int32 j = 0; j < dq_own.count; ++j) {
+        this->add_dq(dq, j, visit_number<C>(this->params, this->work, at));
+      }
     }
     wgmma_wait<(dk_own.count > 0)>();
     wgmma_hold(dv);
@@ -346,14 +314,152 @@ struct BwdColumns : BwdTile<C> {
     if (this->work.block_begin < this->work.block_end) {
       mbarrier_wait(this->plan.keys_full, 0);
       this->clear_unseen_keys();
-      typename Tile::Visit at = this->first_visit();
+      BwdVisit at = first_visit<C>(this->params, this->work);
 #pragma unroll 1
       do {
         step(at);
-      } while (this->advance(at));
+      } while (advance<C>(this->params, this->work, at));
     }
     this->store_gradients(dk, dk_own.begin * core::panel_columns, dv,
                           dv_own.begin * core::panel_columns);
+  }
+};
+
+// ---- Role: dq, one warpgroup --------------------------------------------------------------------
+//
+// It also copies and adds, so that the other two have all registers that dk, dv and scores take,
+// and need not wait for each other.
+
+template <BwdConfig C>
+struct BwdDq {
+  using Plan = BwdPlan<C>;
+  static constexpr bool split_rows = C.head_dim == 64;  // units of dq lie under each other
+  static constexpr int32 unit_count = core::dq_unit_floats / 128;
+  static_assert(core::dq_units_of(C) == 2);
+
+  Plan& plan;
+  const BwdParams& params;
+  const BwdWork<C>& work;
+  BwdLoad<C> load{plan, params, work};
+  BwdVisit ahead = first_visit<C>(params, work);  // the next block to load
+  RingState<2> scores_state;
+
+  // A unit of dq = dS k, both operands MN-major.
+  __forceinline__ void issue(float (&dq)[unit_count], int32 unit) {
+    constexpr uint32 panel_bytes = Plan::keys * Plan::row_bytes;
+    const uint32 own = static_cast<uint32>(unit) * panel_bytes;
+    const SharedAddress scores = shared_address(plan.scores[0]) +
+                                 static_cast<uint32>(scores_state.stage) * Plan::score_bytes;
+    const SharedAddress keys = shared_address(plan.k);
+    const uint64 a = wgmma_descriptor(Swizzle::b128, (scores + (split_rows ? own : 0u)).value,
+                                      panel_bytes, Plan::group_bytes);
+    const uint64 b = wgmma_descriptor(Swizzle::b128, (keys + (split_rows ? 0u : own)).value,
+                                      panel_bytes, Plan::group_bytes);
+    wgmma_fence();
+#pragma unroll
+    for (int32 step = 0; step < Plan::keys / 16; ++step) {
+      bwd_dq(dq, descriptor_advance(a, step * 16 * Plan::row_bytes),
+             descriptor_advance(b, step * 16 * Plan::row_bytes), step > 0);
+    }
+    wgmma_commit();
+  }
+
+  __forceinline__ float* sums_of(const BwdVisit& at, int32 unit) const {
+    return params.dq_sums +
+           (visit_number<C>(params, work, at) * core::dq_units_of(C) + unit) * core::dq_unit_floats;
+  }
+
+  // Number 4 q + i of a thread is word i of its q-th quad.
+  __forceinline__ void add_directly(const float (&dq)[unit_count], const BwdVisit& at,
+                                    int32 unit) const {
+    float* const sums = sums_of(at, unit) + 4 * threadIdx.x;
+#pragma unroll
+    for (int32 i = 0; i < unit_count; i += 4) {
+      reduce_add_x4(sums + i * 128, float4{dq[i], dq[i + 1], dq[i + 2], dq[i + 3]});
+    }
+  }
+
+  __forceinline__ void store(const float (&dq)[unit_count], int32 unit) const {
+    const SharedAddress target = shared_address(plan.dq[0]) +
+                                 static_cast<uint32>(unit) * Plan::unit_bytes + threadIdx.x * 16;
+#pragma unroll
+    for (int32 i = 0; i < unit_count; i += 4) {
+      store_shared_x4(target + i * (128 * 4),
+                      uint4{__float_as_uint(dq[i]), __float_as_uint(dq[i + 1]),
+                            __float_as_uint(dq[i + 2]), __float_as_uint(dq[i + 3])});
+    }
+  }
+
+  // Adds a unit that all have stored.
+  __forceinline__ void add(const BwdVisit& at, int32 unit, bool adds) {
+    fence_proxy_async_shared();
+    named_barrier_sync<Plan::dq_barrier, 128>();
+    if (!adds) return;
+    BwdAdd<C> turns{plan, params, work};
+    const int64 number = visit_number<C>(params, work, at);
+    if (C.deterministic && unit == 0) turns.wait_turn(number, at.block);
+    bulk_reduce_add(sums_of(at, unit), shared_address(plan.dq[unit]), Plan::unit_bytes);
+    bulk_commit();
+    if (C.deterministic && unit == 1) turns.pass_turn(number);
+  }
+
+  // dq of a block, the second unit while the first one leaves.
+  __forceinline__ void step(const BwdVisit& at, bool adds) {
+    float dq[unit_count];
+    plan.scores_ring.wait_full(scores_state);
+    issue(dq, 0);
+    if constexpr (!C.direct_dq) {
+      if (adds) bulk_wait_read<0>();
+      named_barrier_sync<Plan::dq_barrier, 128>();
+    }
+    wgmma_wait<0>();
+    wgmma_hold(dq);
+    if constexpr (C.direct_dq) {
+      add_directly(dq, at, 0);
+    } else {
+      store(dq, 0);
+    }
+    issue(dq, 1);
+    if constexpr (!C.direct_dq) add(at, 0, adds);
+    __syncwarp();
+    wgmma_wait<0>();
+    wgmma_hold(dq);
+    if (lane_index() == 0) plan.scores_ring.release(scores_state);
+    scores_state.advance();
+    if constexpr (C.direct_dq) {
+      add_directly(dq, at, 1);
+    } else {
+      store(dq, 1);
+      add(at, 1, adds);
+    }
+  }
+
+  // Loads the block behind the last one that was loaded, if there is one.
+  __forceinline__ void load_next() {
+    if (ahead.head == (work.head_kv + 1) * params.group_size) return;
+    load.load_block(ahead.head, ahead.block, visit_number<C>(params, work, ahead));
+    advance<C>(params, work, ahead);
+  }
+
+  __forceinline__ void run() {
+    if (work.block_begin >= work.block_end) return;
+    const bool loads = warp_index() == 0 && elect_one();
+    const bool adds = warp_index() == 1 && elect_one();
+    if (loads) {
+      load.load_keys();
+      load_next();
+      load_next();
+    }
+    __syncwarp();
+    mbarrier_wait(plan.keys_full, 0);
+    BwdVisit at = first_visit<C>(params, work);
+#pragma unroll 1
+    do {
+      step(at, adds);
+      if (loads) load_next();
+      __syncwarp();
+    } while (advance<C>(params, work, at));
+    if (adds) bulk_wait<0>();
   }
 };
 
@@ -372,6 +478,7 @@ __device__ void bwd(const BwdParams& params) {
     plan.q_ring.init(1, Plan::consumer_warps);
     plan.dout_ring.init(1, Plan::consumer_warps);
     for (Ring<1>& ring : plan.dq_ring) ring.init(128, 1);
+    plan.scores_ring.init(Plan::consumer_warps, 4);
     mbarrier_init(plan.keys_full, 1);
     fence_mbarrier_init();
     tma_prefetch_map(&params.q);
@@ -381,7 +488,15 @@ __device__ void bwd(const BwdParams& params) {
   if (!plan.work.exists()) return;
 
   const int32 warp = warp_index();
-  if (warp < 4) {
+  if constexpr (C.dq_apart) {
+    if (warp < 4) {
+      registers_shrink<88>();
+      BwdDq<C>{plan, params, plan.work}.run();
+    } else {
+      registers_grow<208>();
+      BwdCompute<C>{{plan, params, plan.work, warp / 4 - 1}}.run();
+    }
+  } else if (warp < 4) {
     registers_shrink<24>();
     if (warp == 0 && elect_one()) BwdLoad<C>{plan, params, plan.work}.run();
     if (!C.direct_dq && warp == 1 && elect_one()) BwdAdd<C>{plan, params, plan.work}.run();

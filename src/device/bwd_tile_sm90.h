@@ -11,6 +11,15 @@
 
 namespace fovea::device {
 
+template <bool wide>
+struct GradientElement {
+  using Type = uint16;
+};
+template <>
+struct GradientElement<true> {
+  using Type = float;
+};
+
 template <BwdConfig C>
 struct BwdTile {
   using Plan = BwdPlan<C>;
@@ -26,6 +35,8 @@ struct BwdTile {
   RingState<2> q_state;
   RingState<Plan::dout_stages> dout_state;
   RingState<1> dq_state;
+  // The blocks of rows that see everything, in registers where there are any left.
+  const int32 open_begin = work.open_begin, open_end = work.open_end;
 
   __forceinline__ int32 thread() const { return static_cast<int32>(threadIdx.x % 128); }
   // Of the block's keys and queries, those of the thread's element 0.
@@ -55,11 +66,6 @@ struct BwdTile {
     if (lane_index() == 0) plan.q_ring.release(q_state);
     q_state.advance();
   }
-  // The stage before this one: the other of two.
-  __forceinline__ void release_previous_q() {
-    __syncwarp();
-    if (lane_index() == 0) mbarrier_arrive(plan.q_ring.free[q_state.stage ^ 1]);
-  }
   __forceinline__ void release_dout() {
     __syncwarp();
     if (lane_index() == 0) plan.dout_ring.release(dout_state);
@@ -68,10 +74,10 @@ struct BwdTile {
 
   // -- What hides
 
-  // True if every key of the block exists and is seen by every row of this one.
+  // True if every key of the CTA exists and is seen by every row of the block by its position.
   __forceinline__ bool sees_all(int32 block) const {
-    return device::sees_all<C, Plan::rows, Plan::keys>(params, work.sequence, block * Plan::rows,
-                                                       work.key_begin);
+    if constexpr (split) return block >= work.open_begin && block < work.open_end;
+    return block >= open_begin && block < open_end;
   }
 
   // What a thread's keys and queries see of each other in this block, by position.
@@ -134,6 +140,7 @@ struct BwdTile {
 
   // Query rows that see none of the keys, or that do not exist.
   __forceinline__ void clear_unseen_rows(int32 block) {
+    if (!core::hides_anywhere(C) && sees_all(block)) return;
     const int32 begin = max(0, work.row_begin - block * Plan::rows);
     const int32 end = min(Plan::rows, work.row_end - block * Plan::rows);
     bool any = begin > 0 || end < Plan::rows;
@@ -161,7 +168,7 @@ struct BwdTile {
   // -- The softmax and its derivative
 
   // P, of which hidden elements become zero by selection, whatever they were; and the same again,
-  // for while dv has it.
+  // for while dv has it, unless dv comes last.
   template <bool hides>
   __forceinline__ void exponentiate(Fragments& weights, Fragments& kept,
                                     const float (&scores)[score_count], int32 block) {
@@ -176,7 +183,7 @@ struct BwdTile {
       if (hides && !view.sees(params, i)) low = 0.0f;
       if (hides && !view.sees(params, i + 1)) high = 0.0f;
       weights[i / 8][i / 2 % 4] = pack<C.dtype>(low, high);
-      kept[i / 8][i / 2 % 4] = register_copy(weights[i / 8][i / 2 % 4]);
+      if constexpr (!C.dq_apart) kept[i / 8][i / 2 % 4] = register_copy(weights[i / 8][i / 2 % 4]);
     }
   }
 
@@ -300,6 +307,13 @@ struct BwdTile {
     named_barrier_sync<Plan::scores_barrier, 256>();
   }
 
+  // To the warpgroup of dq.
+  __forceinline__ void hand_scores_over() {
+    fence_proxy_async_shared();
+    __syncwarp();
+    if (lane_index() == 0) mbarrier_arrive(plan.scores_ring.full[q_state.stage]);
+  }
+
   // Adds unit j of those in `dq`, the warpgroup's of block `number`, or hands it to the adding
   // thread: number 4 q + i of a thread is word i of its q-th quad.
   template <int32 count>
@@ -331,29 +345,6 @@ struct BwdTile {
     dq_state.advance();
   }
 
-  // -- The blocks of rows, of one head after the other
-
-  struct Visit {
-    int32 head, block;
-    int64 number;  // of the block, among all
-  };
-
-  __forceinline__ Visit first_visit() const {
-    const int32 head = work.head_kv * params.group_size;
-    return {head, work.block_begin, first_block<C>(params, work.sequence, head) + work.block_begin};
-  }
-  // Moves to the next; false behind the last.
-  __forceinline__ bool advance(Visit& visit) const {
-    if (++visit.block < work.block_end) {
-      ++visit.number;
-      return true;
-    }
-    if (++visit.head == (work.head_kv + 1) * params.group_size) return false;
-    visit.block = work.block_begin;
-    visit.number = first_block<C>(params, work.sequence, visit.head) + work.block_begin;
-    return true;
-  }
-
   // -- The end: keys that exist get their gradients, zero if nobody sees them.
 
   struct Target {
@@ -364,39 +355,84 @@ struct BwdTile {
     float factor;
   };
 
+  // Of shared memory that nobody else uses any more: 16 rows of 128 bytes for each warp.
+  static constexpr uint32 part_bytes = 16 * Plan::row_bytes;
+  static constexpr int32 part_columns = C.wide ? 32 : 64;
+  __forceinline__ uint8* part() const {
+    uint8* const all = split ? plan.scores[0] : plan.v;
+    return all + static_cast<uint32>(4 * warpgroup + thread() / 32) * part_bytes;
+  }
+
+  // Numbers `from` .. of the accumulators, as they are stored.
+  template <int32 count>
+  __forceinline__ void fill_part(const float (&values)[count], int32 from, float factor) const {
+    const int32 lane = lane_index();
+    if constexpr (C.wide) {
+#pragma unroll
+      for (int32 i = 0; i < part_columns / 2; i += 2) {
+        const int32 row = WgmmaAccumulator::row(lane, i);
+        const int32 column = WgmmaAccumulator::col(lane, i);
+        *reinterpret_cast<float2*>(
+            part() + panel_offset(Swizzle::b128, 16, row, static_cast<uint32>(column) * 4)) =
+            float2{values[from + i] * factor, values[from + i + 1] * factor};
+      }
+    } else {
+#pragma unroll
+      for (int32 step = 0; step < 4; ++step) {
+        uint32 words[4];
+#pragma unroll
+        for (int32 i = 0; i < 4; ++i) {
+          const int32 at = from + 8 * step + 2 * i;
+          words[i] = pack<C.dtype>(values[at] * factor, values[at + 1] * factor);
+        }
+        store_matrix_x4(
+            shared_address(part()) + panel_offset(Swizzle::b128, 16, StoreMatrixX4::row(lane),
+                                                  2 * (16 * step + StoreMatrixX4::col(lane))),
+            words[0], words[1], words[2], words[3]);
+      }
+    }
+  }
+
+  // The part's rows are those of 16 keys: by words of 16 bytes, or one number after the other.
+  __forceinline__ void empty_part(const Target& to, int32 first_key, int32 first_column) const {
+    using Element = typename GradientElement<C.wide>::Type;
+    const BwdSequence& s = work.sequence;
+    const int32 lane = lane_index();
+    auto* const data =
+        static_cast<Element*>(to.data) + s.batch_k * to.stride[0] + work.head_kv * to.stride[2];
+    constexpr int32 in_word = 16 / static_cast<int32>(sizeof(Element));
+    const int32 width = params.dkv_in_words ? in_word : 1;
+    const int32 shift = params.dkv_in_words ? 3 : C.wide ? 5 : 6;  // 2^shift words to a row
+#pragma unroll 1
+    for (int32 i = lane; i < 16 << shift; i += 32) {
+      const int32 row = i >> shift;
+      const int32 column = (i & ((1 << shift) - 1)) * width;
+      const int32 key = first_key + row;
+      if (key >= s.capacity_k || first_column + column >= to.columns) continue;
+      const uint8* const from =
+          part() + panel_offset(Swizzle::b128, 16, row,
+                                static_cast<uint32>(column) * static_cast<uint32>(sizeof(Element)));
+      Element* const target = data + (static_cast<int64>(s.row_k) + key) * to.stride[1] +
+                              (first_column + column) * to.stride[3];
+      if (params.dkv_in_words) {
+        *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(from);
+      } else {
+        *target = *reinterpret_cast<const Element*>(from);
+      }
+    }
+  }
+
   // A single number stands for no columns.
   template <int32 count>
   __forceinline__ void store_keys(const float (&values)[count], const Target& to,
                                   int32 key_begin) const {
-    const BwdSequence& s = work.sequence;
-    const int64 base = s.batch_k * to.stride[0] + work.head_kv * to.stride[2];
-    const int32 column = to.first + WgmmaAccumulator::col(thread(), 0);
+    const int32 first_key = key_begin + (split ? 0 : 64 * warpgroup) + 16 * (warp_index() % 4);
 #pragma unroll
-    for (int32 half = 0; half < 2; ++half) {
-      const int32 key = key_begin + own_key() + 8 * half;
-      if (key >= s.capacity_k) continue;
-      const int64 row = base + (static_cast<int64>(s.row_k) + key) * to.stride[1];
-#pragma unroll
-      for (int32 i = 0; i < count / 4; ++i) {
-        if (column + 8 * i >= to.columns) continue;
-        const bool is_pair = column + 8 * i + 1 < to.columns;
-        const float low = values[4 * i + 2 * half] * to.factor;
-        const float high = values[4 * i + 2 * half + 1] * to.factor;
-        const int64 at = row + (column + 8 * i) * to.stride[3];
-        if constexpr (C.wide) {
-          static_cast<float*>(to.data)[at] = low;
-          if (is_pair) static_cast<float*>(to.data)[at + to.stride[3]] = high;
-        } else {
-          const uint32 both = pack<C.dtype>(low, high);
-          auto* const target = static_cast<uint16*>(to.data) + at;
-          if (params.paired) {
-            *reinterpret_cast<uint32*>(target) = both;
-          } else {
-            target[0] = static_cast<uint16>(both);
-            if (is_pair) target[to.stride[3]] = static_cast<uint16>(both >> 16);
-          }
-        }
-      }
+    for (int32 from = 0; from + part_columns / 2 <= count; from += part_columns / 2) {
+      fill_part(values, from, to.factor);
+      __syncwarp();
+      empty_part(to, first_key, to.first + 2 * from);
+      __syncwarp();
     }
   }
 
@@ -404,6 +440,7 @@ struct BwdTile {
   template <int32 dk_count, int32 dv_count>
   __forceinline__ void store_gradients(const float (&dk)[dk_count], int32 dk_first,
                                        const float (&dv)[dv_count], int32 dv_first) const {
+    named_barrier_sync<Plan::scores_barrier, 256>();
     const Target dk_to{params.dk, params.dk_stride, params.head_dim, dk_first, params.scale};
     const Target dv_to{params.dv, params.dv_stride, params.head_dim_v, dv_first, 1.0f};
     // One round, but for keys behind the last sequence.

@@ -149,7 +149,9 @@ void fill_tensors(BwdParams& params, const Problem& p, const Gradients& g) {
   params.k_rows = rows_of_view(p.k);
   params.v_rows = rows_of_view(p.v);
   params.paired = in_words(g.dk, p.head_dim, 2) && in_words(g.dv, p.head_dim_v, 2);
-  params.out_in_quads = in_words(p.out, p.head_dim_v, 4) && in_words(g.dout, p.head_dim_v, 4);
+  params.out_in_octets = in_words(p.out, p.head_dim_v, 8) && in_words(g.dout, p.head_dim_v, 8);
+  const int word = 16 / static_cast<int>(core::size_bytes(g.dk.dtype));
+  params.dkv_in_words = in_words(g.dk, p.head_dim, word) && in_words(g.dv, p.head_dim_v, word);
   params.dq_in_quads = in_words(g.dq, p.head_dim, 4);
 }
 
@@ -302,6 +304,8 @@ BwdConfig choose_backward(const Problem& p, const Gradients& g, std::string_view
     choose_backward_sm100(c, p);
   } else {
     c.split_columns = !core::fits_whole_columns(c);
+    // Measured: dq of 256 columns leaves faster so, that of fewer slower.
+    c.direct_dq = p.head_dim > 192 && !c.deterministic;
   }
   override_backward(c, by_hand);
   const std::string objection = backward_objection(c);
@@ -335,8 +339,8 @@ std::string config_value(const BwdConfig& c) {
   config.flag("has_mask", c.has_mask);
   config.flag("has_dropout", c.has_dropout);
   config.flag("split_columns", c.split_columns);
-  config.flag("early_scores", c.early_scores);
   config.flag("direct_dq", c.direct_dq);
+  config.flag("dq_apart", c.dq_apart);
   config.flag("tensor_memory", c.tensor_memory);
   config.flag("pair", c.pair);
   config.flag("issue_order", c.issue_order);

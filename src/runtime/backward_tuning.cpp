@@ -24,8 +24,8 @@ struct Switch {
 };
 
 constexpr Switch hopper_switches[] = {{"split_columns", &BwdConfig::split_columns},
-                                      {"early_scores", &BwdConfig::early_scores},
-                                      {"direct_dq", &BwdConfig::direct_dq}};
+                                      {"direct_dq", &BwdConfig::direct_dq},
+                                      {"dq_apart", &BwdConfig::dq_apart}};
 constexpr Switch blackwell_switches[] = {{"pair", &BwdConfig::pair}};
 
 std::span<const Switch> switches_of(const BwdConfig& c) {
@@ -41,6 +41,7 @@ void set_switch(BwdConfig& config, std::string_view name, std::string_view value
     require(value == "0" || value == "1", "configuration gives ", name, " the value '", value,
             "'; it must be 0 or 1");
     config.*entry.flag = value == "1";
+    if (config.split_columns && entry.flag == &BwdConfig::split_columns) config.dq_apart = false;
     return;
   }
   throw Error(text("configuration names '", name, "'; this kernel has ", known));
@@ -69,9 +70,8 @@ std::string backward_objection(const BwdConfig& c) {
   if (!c.split_columns && (c.head_dim > 128 || c.head_dim_v > 128)) {
     return text("head dimensions of ", c.head_dim, " and ", c.head_dim_v, " need split_columns=1");
   }
-  const bool early = !c.split_columns && std::max(c.head_dim, c.head_dim_v) > 64;
-  if (c.early_scores && !early) {
-    return "early_scores=1 needs split_columns=0 and head dimensions from 65 to 128";
+  if (c.dq_apart && !core::fits_dq_apart(c)) {
+    return "dq_apart=1 needs split_columns=0 and scores that nothing modifies";
   }
   if (c.deterministic && c.direct_dq) return "sums in a fixed order need direct_dq=0";
   return {};

@@ -142,7 +142,7 @@ std::string fault(const std::string& configuration, Index head_dim, bool determi
 
 TEST(GpuBackwardConfiguration, FaultsSayWhatIsRight) {
   EXPECT_EQ(fault("tiles=1", 128, false),
-            "configuration names 'tiles'; this kernel has split_columns, early_scores, direct_dq");
+            "configuration names 'tiles'; this kernel has split_columns, direct_dq, dq_apart");
   EXPECT_EQ(fault("direct_dq=2", 128, false),
             "configuration gives direct_dq the value '2'; it must be 0 or 1");
   EXPECT_EQ(fault("direct_dq=1", 128, true),
@@ -150,9 +150,9 @@ TEST(GpuBackwardConfiguration, FaultsSayWhatIsRight) {
   EXPECT_EQ(fault("split_columns=0", 192, false),
             "configuration is split_columns=0, but head dimensions of 192 and 192 need "
             "split_columns=1");
-  EXPECT_EQ(fault("early_scores=1", 64, false),
-            "configuration is early_scores=1, but early_scores=1 needs split_columns=0 and head "
-            "dimensions from 65 to 128");
+  EXPECT_EQ(fault("split_columns=1,dq_apart=1", 64, false),
+            "configuration is split_columns=1,dq_apart=1, but dq_apart=1 needs split_columns=0 and "
+            "scores that nothing modifies");
 }
 
 }  // namespace

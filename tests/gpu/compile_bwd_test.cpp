@@ -36,6 +36,7 @@ std::vector<Variant> variants() {
       c.bound_left = bit(1);
       c.ragged = bit(2);
       c.deterministic = bit(3);
+      c.dq_apart = true;
       list.push_back({"d" + std::to_string(head_dim) + "_" + std::to_string(set), c, false});
     }
   }
@@ -53,10 +54,11 @@ std::vector<Variant> variants() {
       c.has_alibi = all || name == "alibi";
       c.has_bias = c.has_mask = c.has_dropout = all;
       c.split_columns = !core::fits_whole_columns(c);
+      c.dq_apart = core::fits_dq_apart(c);
       // Softcap and ALiBi alone are of interest where they keep whole columns.
       if (c.split_columns && core::modifies_backward(c) && !all) continue;
       list.push_back({"d" + std::to_string(d.qk) + "_" + std::to_string(d.v) + "_" + name, c,
-                      d.v > 128 && all});
+                      d.qk == 192 && all});
     }
   }
   // Schedules other than the chosen one.
@@ -64,6 +66,7 @@ std::vector<Variant> variants() {
     core::BwdConfig c;
     c.head_dim = c.head_dim_v = head_dim;
     c.bound_right = true;
+    c.dq_apart = true;
     for (const core::BwdConfig& variant : runtime::backward_variants(c)) {
       if (variant == c) continue;
       std::string name = "d" + std::to_string(head_dim) + "_";
