@@ -34,10 +34,6 @@ using core::FwdFp8Params;
 using core::KeyScale;
 using core::scale_block;
 
-constexpr Swizzle pattern_of(int32 bytes) {
-  return bytes % 128 == 0 ? Swizzle::b128 : bytes % 64 == 0 ? Swizzle::b64 : Swizzle::b32;
-}
-
 // ---- Plan: shared memory, barriers, registers ---------------------------------------------------
 
 template <FwdConfig C>

@@ -2,6 +2,7 @@
 // values full.
 #pragma once
 
+#include "device/fwd_fp8_sm100.h"
 #include "device/fwd_plan_sm100.h"
 #include "device/tma.h"
 
@@ -11,12 +12,13 @@ template <Fwd100Config C>
 struct Load100 {
   using Plan = Fwd100Plan<C>;
   Plan& plan;
-  const FwdParams& params;
+  const Fwd100Params<C>& params;
   const bool leader;
   RingState<C.stages> state;
   RingState<1> q_states[C.query_tiles];
   RingState<2> tile_state;
   RingState<1> next_state;
+  int32 key_tiles = 0;                 // loaded so far
   int32 edges = 0;                     // stages of values cleared so far
   int32 edge_stage = -1;               // the one that has to be
   int32 edge_begin = 0, edge_end = 0;  // its keys that are seen
@@ -51,8 +53,8 @@ struct Load100 {
         const CachePolicy once = cache_policy_evict_first();
 #pragma unroll
         for (int32 panel = 0; panel < Plan::panels_qk; ++panel) {
-          const SharedAddress target = shared_address(plan.q[t]) + panel * Plan::panel_bytes;
-          const int32 column = panel * core::panel_columns;
+          const SharedAddress target = shared_address(plan.q[t]) + panel * Plan::q_panel_bytes;
+          const int32 column = panel * Plan::panel_elements;
           if constexpr (C.packed) {
             copy(target, &params.q, plan.q_ring[t].full[0],
                  {column, 0, row, tile.head_kv, tile.batch_q}, once);
@@ -96,7 +98,7 @@ struct Load100 {
 #pragma unroll
     for (int32 panel = 0; panel < panel_count; ++panel) {
       copy(shared_address(plan.keys[state.stage]) + panel * panel_bytes, map, full,
-           {first_column + panel * core::panel_columns, tile.row_k + block * C.tile_k + first_row,
+           {first_column + panel * Plan::panel_elements, tile.row_k + block * C.tile_k + first_row,
             tile.head_kv, tile.batch_k},
            again);
     }
@@ -107,6 +109,10 @@ struct Load100 {
     load_panels<Plan::panels_qk, Plan::key_panel_bytes>(
         &params.k, plan.key_ring.full[state.stage], tile, block, 0,
         static_cast<int32>(pair_rank<C>()) * core::key_rows_of(C));
+    if constexpr (Plan::eight_bit) {
+      if (leader) load_key_scales<C>(plan, params, tile, block, key_tiles);
+      ++key_tiles;
+    }
     state.advance();
   }
 
@@ -129,9 +135,18 @@ struct Load100 {
   }
 
   __forceinline__ void load_value_panels(Barrier& full, const Fwd100Tile& tile, int32 block) {
-    load_panels<Plan::panels_loaded, Plan::panel_bytes>(
-        &params.v, full, tile, block,
-        static_cast<int32>(pair_rank<C>()) * core::value_columns_of(C), 0);
+    const int32 first_column = static_cast<int32>(pair_rank<C>()) * core::value_columns_of(C);
+    if constexpr (Plan::eight_bit) {
+      if (!leader) return;
+      expect(full, Plan::value_panel_bytes);
+      const int32 first_key =
+          first_key_block<C>(params, tile) * core::scale_block + block * C.tile_k;
+      copy(shared_address(plan.keys[state.stage]), &params.v, full,
+           {first_key, first_column, tile.head_kv, tile.batch_k}, cache_policy_evict_last());
+    } else {
+      load_panels<Plan::panels_loaded, Plan::value_panel_bytes>(&params.v, full, tile, block,
+                                                                first_column, 0);
+    }
   }
 
   __forceinline__ void clear_edge() {
@@ -139,18 +154,26 @@ struct Load100 {
       if (edge_stage < 0) return;
       mbarrier_wait(plan.edge_full, parity_of(edges++));
       const SharedAddress values = shared_address(plan.keys[edge_stage]);
-      constexpr int32 chunks = 8 * Plan::panels_v;  // of 16 bytes in a row; swizzling permutes them
-#pragma unroll 1
-      for (int32 i = lane_index(); i < C.tile_k * chunks; i += 32) {
-        const int32 key = i / chunks;
-        if (key >= edge_begin && key < edge_end) continue;
-        const int32 panel = (i % chunks) / 8;
-        store_shared_x4(values + panel * Plan::panel_bytes + key * Plan::row_bytes + (i % 8) * 16,
-                        uint4{0, 0, 0, 0});
+      if constexpr (Plan::eight_bit) {
+        clear_fp8_values<C>(values, edge_begin, edge_end);
+      } else {
+        clear_values(values);
       }
       fence_proxy_async_shared();
       arrive_warp(plan.key_ring.full[edge_stage]);
       edge_stage = -1;
+    }
+  }
+
+  __forceinline__ void clear_values(SharedAddress values) const {
+    constexpr int32 chunks = 8 * Plan::panels_v;  // of 16 bytes in a row; swizzling permutes them
+#pragma unroll 1
+    for (int32 i = lane_index(); i < C.tile_k * chunks; i += 32) {
+      const int32 key = i / chunks;
+      if (key >= edge_begin && key < edge_end) continue;
+      const int32 panel = (i % chunks) / 8;
+      store_shared_x4(values + panel * Plan::panel_bytes + key * Plan::row_bytes + (i % 8) * 16,
+                      uint4{0, 0, 0, 0});
     }
   }
 
@@ -160,6 +183,7 @@ struct Load100 {
     plan.tile_ring.wait_free(tile_state);
     if (leader) {
       place = tile;
+      if constexpr (Plan::eight_bit) place.first_keys = key_tiles;
       mbarrier_arrive(plan.tile_ring.full[tile_state.stage]);
     }
     __syncwarp();

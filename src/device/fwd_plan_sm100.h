@@ -10,13 +10,30 @@ namespace fovea::device {
 
 using core::DType;
 using core::Fwd100Config;
+using core::FwdFp8Params;
+using core::KeyScale;
+
+// What the kernel of a configuration is launched with.
+template <bool eight_bit>
+struct Fwd100ParamsOf {
+  using Type = FwdParams;
+};
+template <>
+struct Fwd100ParamsOf<true> {
+  using Type = FwdFp8Params;
+};
+template <Fwd100Config C>
+using Fwd100Params = typename Fwd100ParamsOf<core::is_eight_bit(C)>::Type;
 
 // The rows of a CTA, and what each of its query tiles visits.
 struct Fwd100Tile : FwdTile {
   KeySpan spans[2];
+  int32 first_keys;  // 8 bits: tiles of keys that this CTA has loaded before
 };
 
-// Tiles are panels of 64 columns, each [row][64] with the 128-byte swizzle.
+// Tiles of q, k, 16-bit v and out are panels of the width of their swizzle, 128 bytes but for 8-bit
+// rows of another multiple, each [row][panel]. 8-bit v is [column][128 keys], in places that
+// core::value_key() permutes.
 //
 // A slot is a place for scores: that of a query tile, or, with one query tile, of every other tile
 // of keys. Barriers of a slot or a query tile complete once per tile of keys, and their parity
@@ -27,16 +44,24 @@ struct Fwd100Tile : FwdTile {
 // arrive in both.
 template <Fwd100Config C>
 struct Fwd100Plan {
-  static constexpr int32 panels_qk = core::panels(C.head_dim);
-  static constexpr int32 panels_v = core::panels(C.head_dim_v);                    // of out
-  static constexpr int32 panels_loaded = core::panels(core::value_columns_of(C));  // of values
+  static constexpr bool eight_bit = core::is_eight_bit(C);
+  static constexpr Swizzle swizzle_qk = pattern_of(core::row_bytes_of(C));
+  static constexpr uint32 pattern_qk = swizzle_bytes(swizzle_qk);
+  static constexpr int32 panels_qk = core::row_bytes_of(C) / static_cast<int32>(pattern_qk);
+  // Columns of a panel of q, k and 16-bit v.
+  static constexpr int32 panel_elements =
+      static_cast<int32>(pattern_qk) / core::size_bytes(C.dtype);
+  static constexpr int32 panels_v = core::panels(C.head_dim_v);  // of out
+  // Of values, each with all keys; in 8 bits one holds all columns.
+  static constexpr int32 panels_loaded = eight_bit ? 1 : core::panels(core::value_columns_of(C));
   static constexpr uint32 row_bytes = 2 * core::panel_columns;
   static constexpr uint32 group_bytes = 8 * row_bytes;  // 8 rows: the period of the swizzle
   static constexpr uint32 panel_bytes = 128 * row_bytes;
-  static constexpr uint32 key_panel_bytes = core::key_rows_of(C) * row_bytes;
-  static constexpr uint32 q_bytes = panels_qk * panel_bytes;
-  static constexpr uint32 k_bytes = panels_qk * key_panel_bytes;
-  static constexpr uint32 v_bytes = panels_loaded * panel_bytes;
+  static constexpr uint32 q_panel_bytes = 128 * pattern_qk;
+  static constexpr uint32 key_panel_bytes = core::key_rows_of(C) * pattern_qk;
+  static constexpr uint32 value_panel_bytes =
+      (eight_bit ? core::value_columns_of(C) : C.tile_k) * row_bytes;
+  static constexpr uint32 q_bytes = panels_qk * q_panel_bytes;
   static constexpr uint32 stage_bytes = core::stage_bytes(C);
 
   alignas(1024) uint8 q[C.query_tiles][q_bytes];
@@ -59,12 +84,14 @@ struct Fwd100Plan {
   Barrier first_done[C.query_tiles];   // 1 commit: the product of the first part
   Barrier output_done[C.query_tiles];  // 1 commit: the product of both
   Barrier edge_full;                   // values that are cleared before others see them
+  Barrier scales_full[core::key_scale_slots];  // 8 bits: 1 producer and the bytes
 
   float row_factor[2][128];  // slot: of the corrections; in the end the sums
   float row_reference[2][128];
   Fwd100Tile tiles[2];
   alignas(16) uint64 answer[2];  // of launch control
   uint32 tensor_memory;
+  KeyScale scales[eight_bit ? core::key_scale_slots : 1][C.tile_k / core::scale_block];
 
   static constexpr uint32 tile_consumers = 4 * C.query_tiles + 4 + 2;
   __forceinline__ SharedAddress staging(int32 query_tile) const {
@@ -72,14 +99,20 @@ struct Fwd100Plan {
                        : shared_address(q[query_tile]);
   }
 
-  static_assert(C.dtype == DType::bf16 || C.dtype == DType::f16);
+  static_assert(eight_bit || C.dtype == DType::bf16 || C.dtype == DType::f16);
   static_assert(C.query_tiles == 1 || C.query_tiles == 2);
   static_assert(C.tile_k == 128 && C.first_part % 32 == 0 && C.first_part > 0);
   static_assert(C.first_part < C.tile_k && C.polynomial >= 0 && C.polynomial <= 16);
-  static_assert(C.head_dim % 16 == 0 && C.head_dim_v % 16 == 0 && C.head_dim_v <= 256);
+  static_assert(C.head_dim % (eight_bit ? 32 : 16) == 0);
+  static_assert(C.head_dim_v % 16 == 0 && C.head_dim_v <= 256);
   static_assert(core::output_column(C, C.query_tiles) <= core::tensor_columns);
-  static_assert(C.stages >= 2 && (C.out_apart || panels_qk >= panels_v));
-  static_assert(!C.tma_out || (C.out_dtype == C.dtype && !C.packed && !C.split));
+  static_assert(C.stages >= 2 && (C.out_apart || q_bytes >= panels_v * panel_bytes));
+  static_assert(!C.tma_out || (core::size_bytes(C.out_dtype) == 2 && !C.packed && !C.split));
+  static_assert(eight_bit || !C.tma_out || C.out_dtype == C.dtype);
+  // The values of a tile of keys are at most two stages behind the keys of the next one.
+  static_assert(!eight_bit || C.stages <= core::most_stages_fp8);
+  static_assert(!eight_bit || (C.source == Source::tma && !C.split && !core::modifies_scores(C) &&
+                               !C.has_dropout));
   static_assert(!C.split || !C.has_sink, "the sink is added once, by the combining kernel");
   static_assert(C.source != Source::gather);
   static_assert(!C.cta_pair || (core::is_dense(C) && C.head_dim_v % 128 == 0));

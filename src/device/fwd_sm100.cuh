@@ -17,7 +17,8 @@
 // running maximum in tiles that no mask touches: docs/kernels/softmax.md.
 #pragma once
 
-#include "device/fwd_exact_row.h"
+#include "device/fwd_correct_sm100.h"
+#include "device/fwd_fp8_sm100.h"
 #include "device/fwd_load_sm100.h"
 #include "device/fwd_plan_sm100.h"
 #include "device/scores.h"
@@ -33,7 +34,14 @@ namespace fovea::device {
 template <Fwd100Config C>
 struct Multiply100 {
   using Plan = Fwd100Plan<C>;
-  static constexpr TensorType type = C.dtype == DType::bf16 ? TensorType::bf16 : TensorType::f16;
+  static constexpr TensorType type = C.dtype == DType::bf16   ? TensorType::bf16
+                                     : C.dtype == DType::f16  ? TensorType::f16
+                                     : C.dtype == DType::e4m3 ? TensorType::e4m3
+                                                              : TensorType::e5m2;
+  // 8-bit weights are e4m3 whatever the values are, and their values are transposed.
+  static constexpr TensorType weight_type = Plan::eight_bit ? TensorType::e4m3 : type;
+  static constexpr int32 step_bytes = 32;  // of a row, along which one product contracts
+  static constexpr int32 step_keys = step_bytes / core::size_bytes(C.dtype);
   static constexpr int32 rows = core::query_tile_rows * core::ctas_of(C);
 
   Plan& plan;
@@ -61,24 +69,30 @@ struct Multiply100 {
     tcgen05_fence_after();
     constexpr uint32 instruction =
         tcgen05_instruction({.a = type, .b = type, .m = rows, .n = C.tile_k});
+    constexpr uint32 pattern = Plan::pattern_qk;
     uint64 q =
-        tcgen05_descriptor(Swizzle::b128, shared_address(plan.q[t]).value, 0, Plan::group_bytes);
+        tcgen05_descriptor(Plan::swizzle_qk, shared_address(plan.q[t]).value, 0, 8 * pattern);
     // No instruction: the descriptors that follow from it are not worth registers all along the
     // tile.
     asm volatile("" : "+l"(q));
-    const uint64 k = tcgen05_descriptor(Swizzle::b128, shared_address(plan.keys[keys.stage]).value,
-                                        0, Plan::group_bytes);
+    const uint64 k = tcgen05_descriptor(
+        Plan::swizzle_qk, shared_address(plan.keys[keys.stage]).value, 0, 8 * pattern);
     const int32 slot = slot_of<C>(t, n);
     const TensorAddress to = base + core::score_column(0) + 128 * slot;
 #pragma unroll
-    for (int32 step = 0; step < C.head_dim / 16; ++step) {
-      const uint32 along = step % 4 * 32;  // 16 elements, in panels of 64
-      const uint64 q_step = descriptor_advance(q, step / 4 * Plan::panel_bytes + along);
-      const uint64 k_step = descriptor_advance(k, step / 4 * Plan::key_panel_bytes + along);
-      if constexpr (C.cta_pair) {
-        tcgen05_mma_f16_ss_cta2(to, q_step, k_step, instruction, step > 0);
+    for (uint32 at = 0; at < core::size_bytes(C.dtype) * C.head_dim; at += step_bytes) {
+      const uint64 q_step =
+          descriptor_advance(q, at / pattern * Plan::q_panel_bytes + at % pattern);
+      const uint64 k_step =
+          descriptor_advance(k, at / pattern * Plan::key_panel_bytes + at % pattern);
+      if constexpr (Plan::eight_bit && C.cta_pair) {
+        tcgen05_mma_f8f6f4_ss_cta2(to, q_step, k_step, instruction, at > 0);
+      } else if constexpr (Plan::eight_bit) {
+        tcgen05_mma_f8f6f4_ss_cta1(to, q_step, k_step, instruction, at > 0);
+      } else if constexpr (C.cta_pair) {
+        tcgen05_mma_f16_ss_cta2(to, q_step, k_step, instruction, at > 0);
       } else {
-        tcgen05_mma_f16_ss_cta1(to, q_step, k_step, instruction, step > 0);
+        tcgen05_mma_f16_ss_cta1(to, q_step, k_step, instruction, at > 0);
       }
     }
     commit<C>(plan.scores_full[slot]);
@@ -87,20 +101,29 @@ struct Multiply100 {
   template <int32 first, int32 last>  // keys
   __forceinline__ void add(int32 t, int32 slot, const RingState<C.stages>& values,
                            bool accumulate) {
-    constexpr uint32 instruction = tcgen05_instruction(
-        {.a = type, .b = type, .m = rows, .n = C.head_dim_v, .b_mn_major = true});
+    constexpr uint32 instruction = tcgen05_instruction({.a = weight_type,
+                                                        .b = type,
+                                                        .m = rows,
+                                                        .n = C.head_dim_v,
+                                                        .b_mn_major = !Plan::eight_bit});
     const uint64 v =
         tcgen05_descriptor(Swizzle::b128, shared_address(plan.keys[values.stage]).value,
-                           Plan::panel_bytes, Plan::group_bytes);
+                           Plan::eight_bit ? 0 : Plan::panel_bytes, Plan::group_bytes);
     const TensorAddress to = base + core::output_column(C, 0) + C.head_dim_v * t;
     const TensorAddress weights = base + core::weight_column(C, 0) +
                                   (core::weight_column(C, 1) - core::weight_column(C, 0)) * slot;
     tcgen05_fence_after();
 #pragma unroll
-    for (int32 step = first / 16; step < last / 16; ++step) {
-      const uint64 v_step = descriptor_advance(v, step * 16 * Plan::row_bytes);
+    for (int32 step = first / step_keys; step < last / step_keys; ++step) {
+      // 16 bits: keys are rows; 8 bits: they lie along a row.
+      const uint64 v_step = descriptor_advance(
+          v, step * (Plan::eight_bit ? step_bytes : step_keys * Plan::row_bytes));
       const bool adds = accumulate || step > 0;
-      if constexpr (C.cta_pair) {
+      if constexpr (Plan::eight_bit && C.cta_pair) {
+        tcgen05_mma_f8f6f4_ts_cta2(to, weights + 8 * step, v_step, instruction, adds);
+      } else if constexpr (Plan::eight_bit) {
+        tcgen05_mma_f8f6f4_ts_cta1(to, weights + 8 * step, v_step, instruction, adds);
+      } else if constexpr (C.cta_pair) {
         tcgen05_mma_f16_ts_cta2(to, weights + 8 * step, v_step, instruction, adds);
       } else {
         tcgen05_mma_f16_ts_cta1(to, weights + 8 * step, v_step, instruction, adds);
@@ -198,46 +221,30 @@ struct Multiply100 {
   }
 };
 
-// ---- Output in tensor memory --------------------------------------------------------------------
-
-// Output of this warp's rows x factor, a row per lane.
-template <Fwd100Config C>
-__forceinline__ void scale_output(TensorAddress output, float factor) {
-#pragma unroll 1
-  for (int32 column = 0; column < C.head_dim_v; column += 16) {
-    uint32 words[16];
-    tcgen05_load_32x32b_x16(words, output + column);
-    tcgen05_wait_load();
-    tcgen05_hold(words);
-#pragma unroll
-    for (int32 i = 0; i < 16; ++i) words[i] = __float_as_uint(__uint_as_float(words[i]) * factor);
-    tcgen05_store_32x32b_x16(output + column, words);
-  }
-  tcgen05_wait_store();
-}
-
-// Rows of a warp, all at once.
-__forceinline__ void count_rows(const FwdParams& params, int32 which) {
-  if (params.counters != nullptr && lane_index() == 0) atomicAdd(params.counters + which, 32ull);
-}
-
 // ---- Role: softmax, one warpgroup for a query tile, one thread for a row ------------------------
 
 template <Fwd100Config C>
 struct Softmax100 {
   using Plan = Fwd100Plan<C>;
   static constexpr int32 chunk = 32;  // scores in registers at a time
+  static constexpr int32 chunk_words = core::weight_columns(C) * chunk / C.tile_k;  // as weights
+  static constexpr bool eight_bit = Plan::eight_bit;
+  static_assert(chunk == core::scale_block);
+  // 2^top is the largest weight where the reference is the row's maximum.
+  static constexpr float top_log2 = eight_bit ? core::weight_top_log2(C.softmax) : 0.0f;
 
   Plan& plan;
-  const FwdParams& params;
+  const Fwd100Params<C>& params;
   const TensorAddress base;  // this warp's lanes
   const int32 query_tile;
   RingState<2> tile_state;
   RingState<1> row_state;
   int32 seen = 0;        // tiles of keys so far
   bool claimed = false;  // the rows in shared memory are this tile's
-  float reference;       // in log2 units: core/softmax.h
+  float reference;       // in log2 units: core/softmax.h; in 8 bits with log2 of v's scale
   float sum;
+  SharedAddress key_scales{};  // 8 bits: of the tile of keys
+  float row_scale = 1.0f;      // 8 bits
 
   __forceinline__ int32 row() const { return static_cast<int32>(threadIdx.x % 128); }
   __forceinline__ int32 slot() const { return slot_of<C>(query_tile, seen); }
@@ -295,11 +302,38 @@ struct Softmax100 {
     }
   }
 
-  __forceinline__ float scale() const { return score_scale<C>(params); }
+  // 8 bits, of a chunk: what its products of codes are multiplied by, what its weights are
+  // multiplied by in the exponent, and divided by in the row's sum.
+  struct Units {
+    float codes = 1.0f;
+    float v_log2 = 0.0f;
+    float v_inverse = 1.0f;
+  };
+
+  __forceinline__ Units units(int32 index) const {
+    if constexpr (!eight_bit) return {};
+    const KeyScale key = key_scale(key_scales, index);
+    return {row_scale * key.k, key.v_log2, key.v_inverse};
+  }
+
+  // Log2 units per score. In 16 bits it is read where it is used, which costs no register.
+  __forceinline__ float scale(const Units& unit) const {
+    if constexpr (!eight_bit) return score_scale<C>(params);
+    return C.transform == ScoreTransform::none ? unit.codes : 1.0f;
+  }
 
   // Raw scores of a chunk to scores.
-  __forceinline__ void transform(uint32 (&words)[chunk]) const {
-    if constexpr (C.transform != ScoreTransform::none && !core::modifies_scores(C)) {
+  __forceinline__ void transform(uint32 (&words)[chunk], const Units& unit) const {
+    if constexpr (eight_bit && C.transform != ScoreTransform::none) {
+#pragma unroll
+      for (int32 i = 0; i < chunk; ++i) {
+        float score = __uint_as_float(words[i]) * unit.codes;
+        if constexpr (C.transform == ScoreTransform::softcap) {
+          score = tanh_accurate(score) * params.transform_out;
+        }
+        words[i] = __float_as_uint(score);
+      }
+    } else if constexpr (C.transform != ScoreTransform::none && !core::modifies_scores(C)) {
 #pragma unroll
       for (int32 i = 0; i < chunk; ++i) {
         words[i] = __float_as_uint(transformed<C>(params, __uint_as_float(words[i])));
@@ -391,13 +425,20 @@ struct Softmax100 {
                                     const Place& place, int32 index, float2& total,
                                     uint32* packed) const {
     core::Philox4 random{};
+    float2 before{};  // 8 bits: the other half of a word
 #pragma unroll
     for (int32 i = 0; i < chunk / 2; ++i) {
-      float2 x{__uint_as_float(words[2 * i]), __uint_as_float(words[2 * i + 1])};
+      const int32 pair = eight_bit ? weight_pair(i) : i;
+      float2 x{__uint_as_float(words[2 * pair]), __uint_as_float(words[2 * pair + 1])};
       x = fma_f32x2(x, float2{by, by}, float2{-base, -base});
       float2 e = by_polynomial(i) ? exp2_by_polynomial<guarded>(x)
                                   : float2{exp2_approximate(x.x), exp2_approximate(x.y)};
       total = add_f32x2(total, e);
+      if constexpr (eight_bit) {
+        if (i % 2 == 1) packed[i / 2] = pack_e4m3x4(before.x, before.y, e.x, e.y);
+        before = e;
+        continue;
+      }
       if constexpr (C.has_dropout) {
         const int32 column = place.block * C.tile_k + chunk * index + 2 * i;
         if (i % 2 == 0) random = dropout_words(params, place.tile, place.at, column / 4);
@@ -408,6 +449,34 @@ struct Softmax100 {
     }
   }
 
+  // Sums of weights: the row's, in halves that are added last, and a bound of the largest one.
+  struct Sums {
+    float2 row{0.0f, 0.0f};
+    float most = 0.0f;  // in 8 bits: of a chunk's sums
+
+    __forceinline__ float total() const { return row.x + row.y; }
+    // A NaN passes in 8 bits: it is its row's answer.
+    __forceinline__ bool is_beyond_guard() const {
+      if constexpr (eight_bit) return most > core::e4m3_max;
+      return !(total() <= core::rescale_threshold);
+    }
+  };
+
+  // The weights of a chunk of scores, whose logits in log2 units are score x by + add.
+  template <bool guarded>
+  __forceinline__ void weigh(const uint32 (&words)[chunk], float by, const Units& unit, float base,
+                             const Place& place, int32 index, Sums& sums, uint32* packed) const {
+    if constexpr (eight_bit) {
+      float2 inside{0.0f, 0.0f};
+      exponentiate<guarded>(words, by, base, place, index, inside, packed);
+      const float sum = inside.x + inside.y;
+      sums.most = fmaxf(sums.most, sum);
+      sums.row.x = fmaf(sum, unit.v_inverse, sums.row.x);
+    } else {
+      exponentiate<guarded>(words, by, base, place, index, sums.row, packed);
+    }
+  }
+
   // Beyond this, score x scale inside the multiply-add and the reference, which was rounded, may
   // differ by more than the logits do: scaling must round first, on both sides alike.
   static __forceinline__ bool far(float reference) { return !(fabsf(reference) < 2048.0f); }
@@ -415,10 +484,14 @@ struct Softmax100 {
   // -- Weights: to tensor memory, in two parts
 
   __forceinline__ void store_weights(int32 index, const uint32* packed) const {
-    uint32 words[chunk / 2];
+    uint32 words[chunk_words];
 #pragma unroll
-    for (int32 i = 0; i < chunk / 2; ++i) words[i] = packed[i];
-    tcgen05_store_32x32b_x16(weights() + chunk / 2 * index, words);
+    for (int32 i = 0; i < chunk_words; ++i) words[i] = packed[i];
+    if constexpr (eight_bit) {
+      tcgen05_store_32x32b_x8(weights() + chunk_words * index, words);
+    } else {
+      tcgen05_store_32x32b_x16(weights() + chunk_words * index, words);
+    }
   }
 
   template <int32 part>
@@ -454,10 +527,18 @@ struct Softmax100 {
     }
   }
 
-  // The largest of the scores of keys [from, tile_k) that the row sees.
+  // The largest logit of keys [from, tile_k) that the row sees; in 8 bits with log2 of v's scale.
   template <bool masked, int32 from>
   __forceinline__ float largest(const Visible& seen_here) {
-    float top = -infinity;
+    float top = -infinity;  // of raw scores, where all have one scale
+    const auto take_chunk = [&](float most, const Units& unit) {
+      if constexpr (eight_bit) {
+        const float logit = fmaf(most, scale(unit), unit.v_log2);
+        top = max3_nan(top, logit, logit);
+      } else {
+        top = max3_nan(top, most, most);
+      }
+    };
     if constexpr (C.max_with_load && !masked) {
 #pragma unroll
       for (int32 i = from / chunk; i < C.tile_k / chunk; ++i) {
@@ -466,19 +547,26 @@ struct Softmax100 {
         tcgen05_load_max_32x32b_x32(words, most, scores() + chunk * i);
         tcgen05_wait_load();
         asm volatile("" : "+f"(most)::"memory");  // read behind the wait
-        top = max3_nan(top, most, most);
+        take_chunk(most, units(i));
       }
     } else {
       stream<from / chunk, C.tile_k / chunk>([&](int32 index, uint32(&words)[chunk]) {
-        transform(words);
+        const Units unit = units(index);
+        transform(words, unit);
         if constexpr (masked) mask(words, index, seen_here);
+        float most = eight_bit ? -infinity : top;
 #pragma unroll
         for (int32 i = 0; i < chunk; i += 2) {
-          top = max3_nan(top, __uint_as_float(words[i]), __uint_as_float(words[i + 1]));
+          most = max3_nan(most, __uint_as_float(words[i]), __uint_as_float(words[i + 1]));
+        }
+        if constexpr (eight_bit) {
+          take_chunk(most, unit);
+        } else {
+          top = most;
         }
       });
     }
-    return top;
+    return eight_bit ? top : top * score_scale<C>(params);
   }
 
   // Weights of keys [from, tile_k) with their true maximum known first: scores are read twice.
@@ -487,7 +575,7 @@ struct Softmax100 {
     Visible seen_here{};
     if constexpr (masked) seen_here = visible(place);
     const float top = largest<masked, from>(seen_here);
-    const core::Rescale raised = core::raise_reference(reference, top * scale(), threshold);
+    const core::Rescale raised = core::raise_reference(reference, top, threshold);
     // A row's first keys find no sum and no output to shrink.
     const float factor = reference > -infinity ? exp2_approximate(raised.factor_log2) : 1.0f;
     reference = raised.reference;
@@ -497,23 +585,28 @@ struct Softmax100 {
     // A row that saw nothing yet keeps -infinity, but may not subtract it.
     const float base = reference > -infinity ? reference : 0.0f;
     const bool scale_first = __any_sync(0xffffffffu, far(base));
-    float2 total{0.0f, 0.0f};
+    Sums sums;
     stream<from / chunk, C.tile_k / chunk>([&](int32 index, uint32(&words)[chunk]) {
-      transform(words);
+      const Units unit = units(index);
+      transform(words, unit);
       if constexpr (masked) mask(words, index, seen_here);
-      uint32 packed[chunk / 2];
+      uint32 packed[chunk_words];
       if (scale_first) {
 #pragma unroll
         for (int32 i = 0; i < chunk; ++i) {
-          words[i] = __float_as_uint(__uint_as_float(words[i]) * scale());
+          const float score = __uint_as_float(words[i]);
+          words[i] = __float_as_uint(eight_bit ? fmaf(score, scale(unit), unit.v_log2) - base
+                                               : score * scale(unit));
         }
       }
-      exponentiate<false>(words, scale_first ? 1.0f : scale(), base, place, index, total, packed);
+      const float by = scale_first ? 1.0f : scale(unit);
+      const float less = eight_bit && scale_first ? -top_log2 : base - unit.v_log2 - top_log2;
+      weigh<false>(words, by, unit, less, place, index, sums, packed);
       store_weights(index, packed);
       if (index == C.first_part / chunk - 1) hand_over<0>();
     });
     hand_over<1>();
-    sum += total.x + total.y;
+    sum += sums.total();
   }
 
   // Weights of keys [from, to) with the reference known before. All are positive, so their sum
@@ -523,19 +616,19 @@ struct Softmax100 {
   __forceinline__ bool take_guarded(const Place& place) {
     // A reference too far out, or none yet: infinity, or NaN, cannot pass the vote.
     const float base = far(reference) ? -infinity : reference;
-    float2 total{0.0f, 0.0f};
-    uint32 packed[(to - from) / 2];
+    Sums sums;
+    uint32 packed[(to - from) / chunk * chunk_words];
     stream<from / chunk, to / chunk>([&](int32 index, uint32(&words)[chunk]) {
-      transform(words);
-      exponentiate<true>(words, scale(), base, place, index, total,
-                         packed + chunk / 2 * (index - from / chunk));
+      const Units unit = units(index);
+      transform(words, unit);
+      weigh<true>(words, scale(unit), unit, base - unit.v_log2 - top_log2, place, index, sums,
+                  packed + chunk_words * (index - from / chunk));
     });
-    const float part = total.x + total.y;
-    if (__any_sync(0xffffffffu, !(part <= core::rescale_threshold))) return false;
-    sum += part;
+    if (__any_sync(0xffffffffu, sums.is_beyond_guard())) return false;
+    sum += sums.total();
 #pragma unroll
     for (int32 i = 0; i < (to - from) / chunk; ++i) {
-      store_weights(from / chunk + i, packed + chunk / 2 * i);
+      store_weights(from / chunk + i, packed + chunk_words * i);
     }
     return true;
   }
@@ -556,12 +649,17 @@ struct Softmax100 {
   }
 
   __forceinline__ void take(const Fwd100Tile& tile, const KeySpan& span, int32 block) {
-    constexpr float threshold =
-        C.softmax == SoftmaxPolicy::online ? 0.0f : core::rescale_threshold_log2;
+    constexpr float threshold = C.softmax == SoftmaxPolicy::online ? 0.0f
+                                : eight_bit ? core::fp8_rescale_threshold_log2
+                                            : core::rescale_threshold_log2;
     const bool first = block == first_of(tile, span);
     const Place place = place_of(tile, block);
     wait_pair<C>(plan.scores_full[slot()], slot_parity<C>(seen));
     tcgen05_fence_after();
+    if constexpr (eight_bit) {
+      key_scales =
+          wait_key_scales<C>(plan, tile.first_keys + (block == tile.begin ? 0 : tile.end - block));
+    }
     modify_scores(place);
     if (block >= span.full_end || block < span.full_begin) {
       take_exactly<true, 0>(place, first, threshold);
@@ -580,6 +678,10 @@ struct Softmax100 {
         reference = -infinity;
         sum = 0.0f;
         claimed = false;
+        if constexpr (eight_bit) {
+          row_scale =
+              query_scale<C>(params, *tile, find_row<C>(params, *tile, 128 * query_tile + row()));
+        }
 #pragma unroll 1
         for (int32 block = first_of(*tile, span);; block = block_after(*tile, span, block)) {
           take(*tile, span, block);
@@ -591,7 +693,7 @@ struct Softmax100 {
           wait_pair<C>(plan.output_ready[last_slot], slot_parity<C>(seen - 1));
         }
         claim_rows();
-        plan.row_reference[query_tile][row()] = reference;
+        plan.row_reference[query_tile][row()] = reference - top_log2;
         plan.row_factor[last_slot][row()] = sum;
         arrive_warp(plan.row_ring[query_tile].full[0]);
         row_state.advance();
@@ -601,277 +703,6 @@ struct Softmax100 {
     }
   }
 };
-
-// ---- Role: correct, one warpgroup ---------------------------------------------------------------
-//
-// With corrections: at each tile of keys, scales the output of rows that have outgrown their
-// reference before the next weights are added. Always: divides by the sums, writes out and LSE.
-
-template <Fwd100Config C>
-struct Correct100 {
-  using Plan = Fwd100Plan<C>;
-  Plan& plan;
-  const FwdParams& params;
-  const TensorAddress base;  // this warp's lanes
-  RingState<2> tile_state;
-  RingState<1> row_states[C.query_tiles];
-  RingState<1> output_states[C.query_tiles];
-  RingState<1> out_states[C.query_tiles];
-  int32 seen[C.query_tiles] = {};  // tiles of keys so far
-
-  __forceinline__ int32 row() const { return static_cast<int32>(threadIdx.x % 128); }
-  __forceinline__ TensorAddress output(int32 t) const {
-    return base + core::output_column(C, 0) + C.head_dim_v * t;
-  }
-
-  __forceinline__ void correct(int32 t, bool first) {
-    const int32 n = seen[t]++;
-    const int32 slot = slot_of<C>(t, n);
-    mbarrier_wait(plan.factor_full[slot], slot_parity<C>(n));
-    if (!first) {
-      const float factor = plan.row_factor[slot][row()];
-      if (__any_sync(0xffffffffu, factor != 1.0f)) {
-        wait_pair<C>(plan.output_done[t], parity_of(n - 1));
-        tcgen05_fence_after();
-        scale_output<C>(output(t), factor);
-        tcgen05_fence_before();
-        count_rows(params, 0);
-      }
-    }
-    arrive_for_products<C>(plan.output_ready[slot]);
-    // This CTA's softmax waits for it, too.
-    if (pair_rank<C>() != 0) arrive_warp(plan.output_ready[slot]);
-  }
-
-  __forceinline__ FwdRow row_of(const Fwd100Tile& tile, int32 t) const {
-    return find_row<C>(params, tile, 128 * t + row());
-  }
-
-  // By what a row's output is multiplied in the end; zero where nothing was seen.
-  __forceinline__ float finish_row(const Fwd100Tile& tile, int32 t) {
-    float sum = 0.0f;
-    float reference = -infinity;
-    if (tile.spans[t].count() > 0) {
-      plan.row_ring[t].wait_full(row_states[t]);
-      sum = plan.row_factor[slot_of<C>(t, seen[t] - 1)][row()];
-      reference = plan.row_reference[t][row()];
-      arrive_warp(plan.row_ring[t].free[0]);
-      row_states[t].advance();
-    }
-    const FwdRow at = row_of(tile, t);
-    const RowTotal all = total_of<C>(params, at.head, reference, sum);
-    const bool used = at.query < tile.length_q;
-    if (params.lse != nullptr && at.query < tile.capacity_q) {
-      int64 offset = tile.batch_q * params.lse_stride[0] + at.head * params.lse_stride[1] +
-                     (tile.row_q + at.query) * params.lse_stride[2];
-      if constexpr (C.split) offset += tile.split * params.lse_split_stride;
-      const bool some = used && !(all.total == 0.0f);
-      const float none = C.split && !used ? infinity : -infinity;
-      params.lse[offset] = some ? (all.top + log2_approximate(all.total)) * core::ln_2 : none;
-    }
-    const float kept = C.has_dropout ? params.keep_scale : 1.0f;
-    return used && !(sum == 0.0f) ? all.share * kept * reciprocal_approximate(all.total) : 0.0f;
-  }
-
-  // 16 columns of the output of this thread's row; zero x NaN shall be zero.
-  __forceinline__ void load_output(float (&values)[16], int32 t, int32 column, float factor,
-                                   float& zero) const {
-    uint32 words[16];
-    tcgen05_load_32x32b_x16(words, output(t) + column);
-    tcgen05_wait_load();
-    tcgen05_hold(words);
-#pragma unroll
-    for (int32 i = 0; i < 16; ++i) {
-      values[i] = factor == 0.0f ? 0.0f : __uint_as_float(words[i]) * factor;
-      if constexpr (core::rows_differ(C)) zero = fmaf(values[i], 0.0f, zero);
-    }
-  }
-
-  static __forceinline__ uint4 pack_8(const float* values) {
-    return uint4{pack<C.dtype>(values[0], values[1]), pack<C.dtype>(values[2], values[3]),
-                 pack<C.dtype>(values[4], values[5]), pack<C.dtype>(values[6], values[7])};
-  }
-
-  // Rows of this warp, a bit for each, whose result is not finite although some of the values they
-  // met were not theirs to see. Such rows are computed again, by themselves.
-  static __forceinline__ uint32 broken_rows(bool used, float zero) {
-    if constexpr (!core::rows_differ(C)) return 0;
-    return __ballot_sync(0xffffffffu, used && !(zero == 0.0f));
-  }
-
-  template <typename Store>
-  __forceinline__ void compute_again(const Fwd100Tile& tile, int32 t, uint32 broken, Store store) {
-    if constexpr (core::rows_differ(C)) {
-      __syncwarp();
-      for (; broken != 0; broken &= broken - 1) {
-        const int32 lane = __ffs(static_cast<int32>(broken)) - 1;
-        const int32 index = static_cast<int32>(threadIdx.x % 128) / 32 * 32 + lane;
-        const FwdRow at = find_row<C>(params, tile, 128 * t + index);
-        ExactRow<C> exact{params, tile, at};
-        exact.run();
-#pragma unroll
-        for (int32 slot = 0; slot < ExactRow<C>::output_slots; ++slot) {
-          const int32 column = lane_index() + 32 * slot;
-          if (column < params.head_dim_v) store(at, index, column, exact.output[slot]);
-        }
-      }
-    }
-  }
-
-  // Through shared memory, in one piece. Neighbouring rows write to different banks.
-  __forceinline__ void stage_output(const Fwd100Tile& tile, int32 t, float factor) {
-    const SharedAddress staging = plan.staging(t);
-    if constexpr (C.out_apart) plan.out_ring[t].wait_free(out_states[t]);
-    float zero = 0.0f;  // or NaN
-#pragma unroll 1
-    for (int32 column = 0; column < 64 * Plan::panels_v; column += 16) {
-      float values[16] = {};
-      if (column < C.head_dim_v) load_output(values, t, column, factor, zero);
-#pragma unroll
-      for (int32 half = 0; half < 2; ++half) {
-        const auto bytes = static_cast<uint32>(2 * (column + 8 * half));
-        store_shared_x4(
-            staging + panel_offset(Swizzle::b128, 128, static_cast<uint32>(row()), bytes),
-            pack_8(values + 8 * half));
-      }
-    }
-    compute_again(
-        tile, t, broken_rows(factor != 0.0f, zero),
-        [&](FwdRow, int32 index, int32 column, float value) {
-          uint8* place =
-              (C.out_apart ? plan.out + t * (Plan::panels_v * Plan::panel_bytes) : plan.q[t]) +
-              panel_offset(Swizzle::b128, 128, static_cast<uint32>(index),
-                           static_cast<uint32>(2 * column));
-          *reinterpret_cast<uint16*>(place) =
-              static_cast<uint16>(pack<C.dtype>(value, 0.0f) & 0xffffu);
-        });
-    fence_proxy_async_shared();
-    arrive_warp(plan.out_ring[t].full[0]);
-    out_states[t].advance();
-  }
-
-  __forceinline__ void store_element(int64 offset, float value) {
-    if constexpr (core::stored_dtype(C) == DType::f32) {
-      static_cast<float*>(params.out)[offset] = value;
-    } else {
-      static_cast<uint16*>(params.out)[offset] =
-          static_cast<uint16>(pack<C.out_dtype>(value, 0.0f) & 0xffffu);
-    }
-  }
-
-  __forceinline__ int64 out_offset(const Fwd100Tile& tile, FwdRow at) const {
-    int64 offset = tile.batch_q * params.out_stride[0] +
-                   (tile.row_q + at.query) * params.out_stride[1] + at.head * params.out_stride[2];
-    if constexpr (C.split) offset += tile.split * params.out_split_stride;
-    return offset;
-  }
-
-  // Row by row: where rows end inside the tile, or out suits no copy engine.
-  __forceinline__ void store_row(const Fwd100Tile& tile, int32 t, float factor, bool has_output) {
-    const FwdRow at = row_of(tile, t);
-    const int64 offset = out_offset(tile, at);
-    float zero = 0.0f;  // or NaN
-#pragma unroll 1
-    for (int32 column = 0; column < C.head_dim_v; column += 16) {
-      float values[16] = {};
-      if (has_output) load_output(values, t, column, factor, zero);
-      if (at.query >= tile.capacity_q) continue;
-#pragma unroll
-      for (int32 i = 0; i < 16; i += 8) {
-        if (C.tma_out && column + i + 8 <= params.head_dim_v) {
-          *reinterpret_cast<uint4*>(static_cast<uint16*>(params.out) + offset + column + i) =
-              pack_8(values + i);
-          continue;
-        }
-#pragma unroll
-        for (int32 j = i; j < i + 8; ++j) {
-          if (column + j < params.head_dim_v) {
-            store_element(offset + (column + j) * params.out_stride[3], values[j]);
-          }
-        }
-      }
-    }
-    compute_again(tile, t, broken_rows(factor != 0.0f, zero),
-                  [&](FwdRow row, int32, int32 column, float value) {
-                    store_element(out_offset(tile, row) + column * params.out_stride[3], value);
-                  });
-  }
-
-  __forceinline__ void finish(const Fwd100Tile& tile, int32 t) {
-    const bool has_output = tile.spans[t].count() > 0;
-    if constexpr (!core::is_corrected(C)) seen[t] += tile.spans[t].count();
-    const float factor = finish_row(tile, t);
-    if (has_output) {
-      plan.output_ring[t].wait_full(output_states[t]);
-      tcgen05_fence_after();
-    }
-    if (is_staged<C>(tile, t)) {
-      stage_output(tile, t, factor);
-    } else {
-      store_row(tile, t, factor, has_output);
-      // Nobody stores from where q was: it is free again.
-      if (has_output && C.tma_out && !C.out_apart && warp_index() % 4 == 0) {
-        arrive_warp(plan.q_ring[t].free[0]);
-      }
-    }
-    if (has_output) {
-      tcgen05_fence_before();
-      arrive_for_products<C>(plan.output_ring[t].free[0]);
-      output_states[t].advance();
-    }
-  }
-
-  __forceinline__ void run() {
-    while (const Fwd100Tile* tile = next_tile<C>(plan, tile_state)) {
-      if constexpr (core::is_corrected(C)) {
-#pragma unroll 1
-        for (int32 n = 0; n < tile->count(); ++n) {
-          const int32 block = block_at(*tile, n);
-#pragma unroll
-          for (int32 t = 0; t < C.query_tiles; ++t) {
-            const KeySpan& span = tile->spans[t];
-            if (visits(span, block)) correct(t, block == first_of(*tile, span));
-          }
-        }
-      }
-#pragma unroll
-      for (int32 t = 0; t < C.query_tiles; ++t) finish(*tile, t);
-      arrive_warp(plan.tile_ring.free[tile_state.stage]);
-      tile_state.advance();
-    }
-  }
-};
-
-// ---- Role: store, one thread --------------------------------------------------------------------
-
-template <Fwd100Config C>
-__forceinline__ void store(Fwd100Plan<C>& plan, const FwdParams& params) {
-  RingState<2> tile_state;
-  RingState<1> out_states[C.query_tiles];
-  while (const Fwd100Tile* tile = next_tile<C>(plan, tile_state)) {
-#pragma unroll
-    for (int32 t = 0; t < C.query_tiles; ++t) {
-      if (!is_staged<C>(*tile, t)) continue;
-      plan.out_ring[t].wait_full(out_states[t]);
-#pragma unroll
-      for (int32 panel = 0; panel < Fwd100Plan<C>::panels_v; ++panel) {
-        tma_store(&params.out_map, plan.staging(t) + panel * Fwd100Plan<C>::panel_bytes,
-                  {panel * core::panel_columns, tile->row_q + tile->q_begin + 128 * t, tile->head,
-                   tile->batch_q});
-      }
-      bulk_commit();
-      bulk_wait_read<0>();
-      if constexpr (C.out_apart) {
-        plan.out_ring[t].release(out_states[t]);
-      } else {
-        mbarrier_arrive(plan.q_ring[t].free[0]);
-      }
-      out_states[t].advance();
-    }
-    plan.tile_ring.release(tile_state);
-    tile_state.advance();
-  }
-}
 
 // ---- Kernel -------------------------------------------------------------------------------------
 
@@ -891,6 +722,9 @@ __forceinline__ void init_barriers(Fwd100Plan<C>& plan) {
     plan.out_ring[t].init(4, 1);
     mbarrier_init(plan.first_done[t], 1);
     mbarrier_init(plan.output_done[t], 1);
+  }
+  if constexpr (Fwd100Plan<C>::eight_bit) {
+    for (Barrier& full : plan.scales_full) mbarrier_init(full, 1);
   }
   for (int32 slot = 0; slot < 2; ++slot) {
     mbarrier_init(plan.scores_full[slot], 1);
@@ -914,7 +748,7 @@ __forceinline__ void meet() {
 }
 
 template <Fwd100Config C>
-__device__ void fwd(const FwdParams& params) {
+__device__ void fwd(const Fwd100Params<C>& params) {
   extern __shared__ __align__(1024) uint8 shared_memory[];
   Fwd100Plan<C>& plan = *reinterpret_cast<Fwd100Plan<C>*>(shared_memory);
   static_assert(sizeof(Fwd100Plan<C>) <= core::shared_bytes(C));

@@ -42,6 +42,11 @@ constexpr uint32 swizzle_bytes(Swizzle swizzle) {
   return 0;
 }
 
+// Of rows of so many bytes, a multiple of 32: the widest whose rows divide them.
+constexpr Swizzle pattern_of(int32 row_bytes) {
+  return row_bytes % 128 == 0 ? Swizzle::b128 : row_bytes % 64 == 0 ? Swizzle::b64 : Swizzle::b32;
+}
+
 // Bytes after which the pattern repeats: the alignment of tile bases.
 constexpr uint32 swizzle_period_bytes(Swizzle swizzle) { return 8 * swizzle_bytes(swizzle); }
 

@@ -27,10 +27,11 @@ StepCycles forward_step(const Gpu& gpu, const ForwardShape& s) {
   const auto dv = static_cast<double>(s.head_dim_v);
   const double products = rows / static_cast<double>(s.tile_rows);
   const auto ctas = static_cast<double>(s.ctas);
-  const double key_bytes = keys * (d + dv) * 2 / ctas;
-  const double operand_bytes = static_cast<double>(s.tile_rows) * d * 2 + key_bytes;
+  const auto element = static_cast<double>(s.element_bytes);
+  const double key_bytes = keys * (d + dv) * element / ctas;
+  const double operand_bytes = static_cast<double>(s.tile_rows) * d * element + key_bytes;
   const double cells_read = s.score_reads * keys + s.rescales * dv;  // of each row
-  return {.tensor = 2 * rows * keys * (d + dv) / gpu.tensor_flops,
+  return {.tensor = rows * keys * (d + dv) * element / gpu.tensor_flops,
           .exponential = rows * keys * s.special_share / gpu.exponentials,
           .issue = rows * keys / 32 * s.instructions / gpu.warp_instructions,
           .shared = products * operand_bytes / gpu.shared_bytes,

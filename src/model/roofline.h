@@ -19,9 +19,10 @@ struct ForwardShape {
   core::int64 keys = 128;      // of a step
   core::int64 head_dim = 128;
   core::int64 head_dim_v = 128;
-  double special_share = 1.0;  // of the exponentials, by the special function unit
-  double instructions = 2.8;   // of a warp, for 32 scores
-  core::int64 ctas = 1;        // that share products: each brings its part of keys and values
+  core::int64 element_bytes = 2;  // of q, k, v and weights; 8-bit products take half as long
+  double special_share = 1.0;     // of the exponentials, by the special function unit
+  double instructions = 2.8;      // of a warp, for 32 scores
+  core::int64 ctas = 1;           // that share products: each brings its part of keys and values
   // Blackwell, where scores and output lie in tensor memory: how often a score is read, and the
   // share of steps at which the output is read to be rescaled. 0, 0: there is none.
   double score_reads = 0.0;

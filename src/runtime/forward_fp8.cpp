@@ -21,24 +21,25 @@ using core::Problem;
 struct Dimension {
   int64 extent;
   int64 stride;  // elements; not used for the first
+  int32 box;
 };
 
-// A map over four dimensions, innermost first.
+// A map over four or five dimensions, innermost first.
+template <std::size_t rank>
 core::TensorMap encode(Device& device, MapType type, std::uint64_t element_bytes,
-                       DeviceAddress address, const Dimension (&dimensions)[4], int32 box_columns,
-                       int32 box_rows, MapSwizzle swizzle) {
+                       DeviceAddress address, const Dimension (&dimensions)[rank],
+                       MapSwizzle swizzle) {
   TensorMapSpec spec;
   spec.type = type;
-  spec.rank = 4;
+  spec.rank = rank;
   spec.address = address;
-  for (std::size_t i = 0; i < 4; ++i) {
+  for (std::size_t i = 0; i < rank; ++i) {
     const int64 extent = std::max<int64>(dimensions[i].extent, 1);
     spec.extent[i] = static_cast<std::uint64_t>(extent);
     spec.stride_bytes[i] =
         extent > 1 ? static_cast<std::uint64_t>(dimensions[i].stride) * element_bytes : 16;
+    spec.box[i] = static_cast<std::uint32_t>(dimensions[i].box);
   }
-  spec.box = {static_cast<std::uint32_t>(box_columns), static_cast<std::uint32_t>(box_rows), 1, 1,
-              1};
   spec.swizzle = swizzle;
   return device.encode_tensor_map(spec);
 }
@@ -74,8 +75,9 @@ std::vector<std::string> forward_fp8_supports(const Problem& p, std::string_view
   const auto refuse = [&](bool condition, const std::string& reason) {
     if (condition) reasons.push_back(reason);
   };
-  refuse(arch != "sm_90a",
-         "its 8-bit forward kernel is for sm_90a and the device is " + std::string(arch));
+  refuse(arch != "sm_90a" && arch != "sm_100a" && arch != "sm_103a",
+         "its 8-bit forward kernels are for sm_90a, sm_100a and sm_103a and the device is " +
+             std::string(arch));
   refuse(p.head_dim > 256 || p.head_dim_v > 256,
          "it takes head dimensions up to 256 but they are " + std::to_string(p.head_dim) + " and " +
              std::to_string(p.head_dim_v));
@@ -88,8 +90,14 @@ std::vector<std::string> forward_fp8_supports(const Problem& p, std::string_view
   return reasons;
 }
 
-FwdConfig choose_forward_fp8(const Problem& p, core::SoftmaxPolicy softmax, int64 promote_keys,
-                             DType codes) {
+ForwardConfig choose_forward_fp8(const Problem& p, core::SoftmaxPolicy softmax,
+                                 std::string_view arch, int64 promote_keys, DType codes) {
+  if (arch == "sm_90a") return choose_forward_fp8_sm90(p, softmax, promote_keys, codes);
+  return choose_forward_fp8_sm100(p, softmax, arch, codes);
+}
+
+FwdConfig choose_forward_fp8_sm90(const Problem& p, core::SoftmaxPolicy softmax, int64 promote_keys,
+                                  DType codes) {
   FwdConfig c;
   c.dtype = codes;
   c.out_dtype = p.out.dtype;
@@ -141,7 +149,9 @@ FwdConfig choose_forward_fp8(const Problem& p, core::SoftmaxPolicy softmax, int6
   return c;
 }
 
-std::string forward_fp8_text(const FwdConfig& config) {
+namespace {
+
+std::string text_of(const FwdConfig& config) {
   KernelSource source;
   source.include = "device/fwd_fp8_sm90.cuh";
   source.instructions = {
@@ -156,7 +166,30 @@ std::string forward_fp8_text(const FwdConfig& config) {
   return kernel_text(source);
 }
 
-ForwardFp8Kernel::ForwardFp8Kernel(Device& device, const FwdConfig& config, Jit& jit,
+std::string text_of(const core::Fwd100Config& config) { return forward_text(config); }
+
+int32 shared_bytes_of(const FwdConfig& c) { return core::fp8_shared_bytes(c); }
+int32 shared_bytes_of(const core::Fwd100Config& c) { return core::shared_bytes(c); }
+
+// Rows of a box of q, and of a tile of keys; bytes of a row of them under their swizzle.
+int32 query_box(const FwdConfig& c) { return core::rows_of(c); }
+int32 query_box(const core::Fwd100Config& c) { return core::query_box_rows(c); }
+int32 key_box(const FwdConfig& c) { return c.tile_k; }
+int32 key_box(const core::Fwd100Config& c) { return core::key_rows_of(c); }
+// Columns of a box of values.
+int32 value_box(const FwdConfig& c) { return c.head_dim_v; }
+int32 value_box(const core::Fwd100Config& c) { return core::value_columns_of(c); }
+
+bool is_packed(const FwdConfig&) { return false; }
+bool is_packed(const core::Fwd100Config& c) { return c.packed; }
+
+}  // namespace
+
+std::string forward_fp8_text(const ForwardConfig& config) {
+  return std::visit([](const auto& c) { return text_of(c); }, config);
+}
+
+ForwardFp8Kernel::ForwardFp8Kernel(Device& device, const ForwardConfig& config, Jit& jit,
                                    bool tolerates_spills)
     : device_(device), config_(config) {
   CompileRequest request;
@@ -170,42 +203,64 @@ ForwardFp8Kernel::ForwardFp8Kernel(Device& device, const FwdConfig& config, Jit&
 
 void ForwardFp8Kernel::run(const ForwardCall& call, const Fp8Operands& operands,
                            Stream stream) const {
+  std::visit([&](const auto& config) { launch(config, call, operands, stream); }, config_);
+}
+
+template <typename Config>
+void ForwardFp8Kernel::launch(const Config& config, const ForwardCall& call,
+                              const Fp8Operands& operands, Stream stream) const {
   const Problem& p = call.problem;
   const core::Fp8Layout l = core::fp8_layout(p);
   FwdFp8Params params;
-  const ForwardTiles tiles = fill_forward_params(params, call, config_, device_.properties());
+  const ForwardTiles tiles = fill_forward_params(params, call, config, device_.properties());
   if (tiles.ctas == 0) return;
 
-  const int32 pattern = core::pattern_bytes(config_.head_dim);
+  const int32 pattern = core::pattern_bytes(config.head_dim);
   const CodeSteps q = steps_or(operands.q_steps, l.rows_q, l.columns, l.heads_q);
   const CodeSteps k = steps_or(operands.k_steps, l.rows_k, l.columns, l.heads_kv);
-  params.q =
-      encode(device_, MapType::u8, 1, operands.q,
-             {{l.columns, 1}, {l.rows_q, q.row}, {l.heads_q, q.head}, {l.batches_q, q.batch}},
-             pattern, core::rows_of(config_), swizzle_of(pattern));
+  if (is_packed(config)) {
+    params.q = encode(device_, MapType::u8, 1, operands.q,
+                      {{l.columns, 1, pattern},
+                       {p.group_size(), q.head, p.group_size()},
+                       {l.rows_q, q.row, query_box(config) / p.group_size()},
+                       {l.heads_kv, p.group_size() * q.head, 1},
+                       {l.batches_q, q.batch, 1}},
+                      swizzle_of(pattern));
+  } else {
+    params.q = encode(device_, MapType::u8, 1, operands.q,
+                      {{l.columns, 1, pattern},
+                       {l.rows_q, q.row, query_box(config)},
+                       {l.heads_q, q.head, 1},
+                       {l.batches_q, q.batch, 1}},
+                      swizzle_of(pattern));
+  }
   params.k = params.v = params.q;
   if (l.k_bytes > 0) {
-    params.k =
-        encode(device_, MapType::u8, 1, operands.k,
-               {{l.columns, 1}, {l.rows_k, k.row}, {l.heads_kv, k.head}, {l.batches_k, k.batch}},
-               pattern, config_.tile_k, swizzle_of(pattern));
-    const int32 pattern_v = core::pattern_bytes(config_.tile_k);
+    params.k = encode(device_, MapType::u8, 1, operands.k,
+                      {{l.columns, 1, pattern},
+                       {l.rows_k, k.row, key_box(config)},
+                       {l.heads_kv, k.head, 1},
+                       {l.batches_k, k.batch, 1}},
+                      swizzle_of(pattern));
+    const int32 pattern_v = core::pattern_bytes(config.tile_k);
     const int64 keys = l.blocks_k * core::scale_block;
     CodeSteps v = operands.v_steps;
     if (v.row == 0) v = {keys * l.columns_v * l.heads_kv, keys, keys * l.columns_v};
-    params.v =
-        encode(device_, MapType::u8, 1, operands.v,
-               {{keys, 1}, {l.columns_v, v.row}, {l.heads_kv, v.head}, {l.batches_k, v.batch}},
-               pattern_v, config_.head_dim_v, swizzle_of(pattern_v));
+    params.v = encode(device_, MapType::u8, 1, operands.v,
+                      {{keys, 1, pattern_v},
+                       {l.columns_v, v.row, value_box(config)},
+                       {l.heads_kv, v.head, 1},
+                       {l.batches_k, v.batch, 1}},
+                      swizzle_of(pattern_v));
   }
-  if (config_.tma_out) {
+  if (config.tma_out) {
     params.out_map = encode(device_, p.out.dtype == DType::bf16 ? MapType::bf16 : MapType::f16, 2,
                             reinterpret_cast<DeviceAddress>(p.out.data),
-                            {{p.head_dim_v, 1},
-                             {l.rows_q, p.out.stride[1]},
-                             {l.heads_q, p.out.stride[2]},
-                             {l.batches_q, p.out.stride[0]}},
-                            core::panel_columns, 16, MapSwizzle::b128);
+                            {{p.head_dim_v, 1, core::panel_columns},
+                             {l.rows_q, p.out.stride[1], core::out_box_rows(config)},
+                             {l.heads_q, p.out.stride[2], 1},
+                             {l.batches_q, p.out.stride[0], 1}},
+                            MapSwizzle::b128);
   }
   params.k_rows.data = reinterpret_cast<const core::uint16*>(operands.k);
   params.k_rows.stride[0] = k.batch;
@@ -218,11 +273,12 @@ void ForwardFp8Kernel::run(const ForwardCall& call, const Fp8Operands& operands,
   params.key_scale_stride[0] = l.blocks_k * l.heads_kv;
   params.key_scale_stride[1] = l.blocks_k;
 
-  LaunchConfig launch;
-  launch.grid.x = tiles.ctas;
-  launch.block.x = tiles.threads;
-  launch.dynamic_shared_bytes = static_cast<std::uint32_t>(core::fp8_shared_bytes(config_));
-  device_.launch(*kernel_, launch, std::as_bytes(std::span(&params, 1)), stream);
+  LaunchConfig shape;
+  shape.grid.x = tiles.ctas;
+  shape.block.x = tiles.threads;
+  shape.cluster.x = static_cast<std::uint32_t>(core::ctas_of(config));
+  shape.dynamic_shared_bytes = static_cast<std::uint32_t>(shared_bytes_of(config));
+  device_.launch(*kernel_, shape, std::as_bytes(std::span(&params, 1)), stream);
 }
 
 }  // namespace fovea::runtime

@@ -3,6 +3,7 @@
 
 #include "core/mask.h"
 #include "runtime/forward_config.h"
+#include "runtime/forward_fp8.h"
 #include "runtime/forward_gpu.h"
 #include "runtime/source.h"
 
@@ -35,6 +36,40 @@ int32 polynomial_share(const Fwd100Config& c, std::string_view arch) {
   return share;
 }
 
+// The same in 8 bits, where products take half as long and the softmax binds: the fewest that bring
+// it below 7/8 of the tensor cores' time, or those with which it takes the least. Per score, in
+// lanes: packed multiply-add and sum, half a conversion and the exponential, instead of which a
+// polynomial takes two bounds, shift, add and its degree and three packed instructions.
+int32 polynomial_share_fp8(const Fwd100Config& c, std::string_view arch) {
+  const int32 scores = 128 * 128;
+  const int32 exponentials = arch.starts_with("sm_103") ? 32 : 16;  // a cycle
+  const double tensor = 2.0 * (c.head_dim + c.head_dim_v);
+  int32 best = 0;
+  double least = 0.0;
+  for (int32 share = 0; share <= 8; ++share) {
+    const double part = share / 16.0;
+    const double special = scores * (1.0 - part) / exponentials;
+    const double issue = scores * (2.5 + (3.0 + (c.polynomial_degree + 3) / 2.0) * part) / 128;
+    const double alu = scores * (0.5 + 4.0 * part) / 64;
+    const double softmax = std::max({special, issue, alu});
+    if (share == 0 || softmax < least) {
+      best = share;
+      least = softmax;
+    }
+    if (softmax <= tensor * 7 / 8) break;
+  }
+  return best;
+}
+
+// Out has memory of its own where that leaves three stages; the rest is for stages.
+void fill_shared_memory(Fwd100Config& c) {
+  c.stages = 3;
+  c.out_apart = core::shared_bytes(c) <= core::shared_limit_bytes;
+  if (!c.out_apart && c.head_dim < c.head_dim_v) c.out_apart = true;
+  const int32 room = core::shared_limit_bytes - core::shared_bytes_but_stages(c);
+  c.stages = std::min(room / core::stage_bytes(c), 6);
+}
+
 }  // namespace
 
 Fwd100Config choose_forward_sm100(const Problem& p, core::SoftmaxPolicy softmax,
@@ -55,16 +90,35 @@ Fwd100Config choose_forward_sm100(const Problem& p, core::SoftmaxPolicy softmax,
   if (c.split) c.has_sink = false;  // added once, when the parts are merged
   if (c.packed || c.split) c.tma_out = false;
   c.cta_pair = suits_pairs(c, p);
-  // Out has memory of its own where that leaves three stages.
-  c.stages = 3;
-  c.out_apart = core::shared_bytes(c) <= core::shared_limit_bytes;
-  if (!c.out_apart && c.head_dim < c.head_dim_v) c.out_apart = true;
-  const int32 room = core::shared_limit_bytes - core::shared_bytes_but_stages(c);
-  c.stages = std::min(room / core::stage_bytes(c), 6);
+  fill_shared_memory(c);
   c.polynomial = polynomial_share(c, arch);
   c.max_with_load = arch.starts_with("sm_103") &&
                     (c.transform == core::ScoreTransform::none || core::modifies_scores(c));
   c.polynomial_degree = p.lse || c.dtype == core::DType::f16 ? 4 : 3;
+  return c;
+}
+
+Fwd100Config choose_forward_fp8_sm100(const Problem& p, core::SoftmaxPolicy softmax,
+                                      std::string_view arch, core::DType codes) {
+  Fwd100Config c;
+  fill_features(c, p, softmax);
+  c.dtype = codes;
+  c.head_dim = core::fp8_columns(p.head_dim);
+  c.tma_out = stores_tiles(p, c.out_dtype, c.out_dtype);
+  const bool busy = c.transform == core::ScoreTransform::softcap || c.head_dim_v > 128;
+  c.query_tiles = busy || p.seqlen_q <= core::query_tile_rows ? 1 : 2;
+  c.packed = should_pack(p, core::rows_of(c), packed_queries(p, c));
+  if (c.packed && !busy && p.seqlen_q * p.group_size() > core::query_tile_rows) {
+    c.query_tiles = 2;
+  }
+  if (c.packed) c.tma_out = false;
+  c.cta_pair = suits_pairs(c, p);
+  fill_shared_memory(c);
+  // Registers: a smaller part waits in fewer of them.
+  if (core::is_windowed(c) && c.ragged) c.first_part = 64;
+  c.polynomial_degree = p.lse ? 4 : 2;
+  c.polynomial = polynomial_share_fp8(c, arch);
+  c.max_with_load = arch.starts_with("sm_103") && c.transform == core::ScoreTransform::none;
   return c;
 }
 
@@ -110,10 +164,13 @@ std::string forward_expression(const Fwd100Config& c) {
 
 std::vector<std::string> forward_instructions_sm100() {
   std::vector<std::string> list{tcgen05_load_text(16), tcgen05_load_text(32),
-                                tcgen05_load_max_text(32), tcgen05_store_text(16)};
+                                tcgen05_load_max_text(32), tcgen05_store_text(8),
+                                tcgen05_store_text(16)};
   for (const int ctas : {1, 2}) {
     for (const bool tensor_memory : {false, true}) {
-      list.push_back(tcgen05_mma_text({.a_in_tensor_memory = tensor_memory, .cta_group = ctas}));
+      for (const bool eight_bit : {false, true}) {
+        list.push_back(tcgen05_mma_text({eight_bit, tensor_memory, ctas}));
+      }
     }
   }
   return list;
@@ -124,7 +181,7 @@ std::string forward_text(const Fwd100Config& c) {
   source.include = "device/fwd_sm100.cuh";
   source.instructions = forward_instructions_sm100();
   source.call = "fovea::device::fwd<" + forward_expression(c) + ">";
-  source.params = "fovea::core::FwdParams";
+  source.params = core::is_eight_bit(c) ? "fovea::core::FwdFp8Params" : "fovea::core::FwdParams";
   source.threads = core::threads_of(c);
   return kernel_text(source);
 }

@@ -8,6 +8,7 @@
 #include "core/fp8.h"
 #include "fovea/device.hpp"
 #include "runtime/eight_bits.h"
+#include "runtime/forward_fp8.h"
 #include "runtime/plan.h"
 #include "runtime/problem.h"
 #include "runtime/settings.h"
@@ -136,6 +137,12 @@ std::string objection(const Fwd100Config& c) {
   if (c.cta_pair && !(core::is_dense(c) && c.head_dim_v % 128 == 0)) {
     return "CTA pairs take keys that all rows see, in one piece, and head_dim_v 128 or 256";
   }
+  if (!c.out_apart && core::row_bytes_of(c) < core::out_row_bytes_of(c)) {
+    return "out does not fit where q was";
+  }
+  if (core::is_eight_bit(c) && c.stages > core::most_stages_fp8) {
+    return text("in 8 bits it has at most ", core::most_stages_fp8, " stages");
+  }
   if (c.launch_control && !c.persistent) return "launch_control hands tiles to persistent CTAs";
   const int32 bytes = core::shared_bytes(c);
   if (bytes > core::shared_limit_bytes) {
@@ -183,14 +190,15 @@ model::ForwardShape shape_of(const FwdConfig& c) {
           .keys = c.tile_k,
           .head_dim = c.head_dim,
           .head_dim_v = c.head_dim_v,
+          .element_bytes = core::size_bytes(c.dtype),
           .instructions = guarded ? 2.8 : 4.0};
 }
 
 model::ForwardShape shape_of(const Fwd100Config& c) {
   // Packed multiply-adds and sums, a conversion for two and the exponential are 2.5 instructions a
   // score, a maximum half of one; a polynomial of degree 3 takes about eight more than the special
-  // function unit. With a maximum scores are read twice. An online one grows at nearly every step
-  // in one of a warp's 32 rows.
+  // function unit, of another one half for each degree. With a maximum scores are read twice. An
+  // online one grows at nearly every step in one of a warp's 32 rows.
   const double share = c.polynomial / 16.0;
   const bool guarded = c.softmax == core::SoftmaxPolicy::sum_guard;
   const double maximum = guarded || c.max_with_load ? 0.0 : 0.5;
@@ -199,8 +207,9 @@ model::ForwardShape shape_of(const Fwd100Config& c) {
           .keys = c.tile_k,
           .head_dim = c.head_dim,
           .head_dim_v = c.head_dim_v,
+          .element_bytes = core::size_bytes(c.dtype),
           .special_share = 1.0 - share,
-          .instructions = 2.8 + maximum + 8.0 * share,
+          .instructions = 2.8 + maximum + (6.5 + 0.5 * c.polynomial_degree) * share,
           .ctas = core::ctas_of(c),
           .score_reads = guarded ? 1.0 : 2.0,
           .rescales = c.softmax == core::SoftmaxPolicy::online ? 1.0 : 0.0};
@@ -337,17 +346,27 @@ Target target_for(const Problem& problem, const Options& options, std::string_vi
   const Problem there = problem.memory == Memory::host ? staged_layout(problem) : problem;
   const core::Problem seen =
       translate(there, {validated.batch, validated.seqlen_q, validated.seqlen_k});
-  if (in_eight_bits(validated, options)) {
+  const bool eight_bits = in_eight_bits(validated, options);
+  if (eight_bits && gpu->arch == "sm_90a") {
     throw Unsupported(
-        "the model has 16-bit kernels alone; a plan for device emulated:sm_90a explains 8 bits");
+        "the model of " + std::string(chip) +
+        " has 16-bit kernels alone; a plan for device emulated:sm_90a explains 8 bits");
   }
-  const std::vector<std::string> reasons = forward_supports(seen, gpu->arch);
+  const std::vector<std::string> reasons =
+      eight_bits ? forward_fp8_supports(seen, gpu->arch) : forward_supports(seen, gpu->arch);
   if (!reasons.empty()) {
     throw Unsupported(
         text("the kernels of ", chip, " do not compute this problem: ", reasons.front()));
   }
-  return {*gpu, seen,
-          choose_forward(seen, softmax_policy(options.softmax), gpu->arch, gpu->sm_count)};
+  const core::SoftmaxPolicy softmax = softmax_policy(options.softmax);
+  if (eight_bits) {
+    const EightBits bits = options.eight_bits.value_or(EightBits{});
+    return {*gpu, seen,
+            choose_forward_fp8_sm100(
+                seen, softmax, gpu->arch,
+                core::code_type(seen.q.dtype, quantize_options(bits.quantization)))};
+  }
+  return {*gpu, seen, choose_forward(seen, softmax, gpu->arch, gpu->sm_count)};
 }
 
 }  // namespace

@@ -109,6 +109,24 @@ core::Problem gathered(core::Problem p) {
   return p;
 }
 
+int shared_bytes_of(const core::FwdConfig& c) { return core::fp8_shared_bytes(c); }
+int shared_bytes_of(const core::Fwd100Config& c) { return core::shared_bytes(c); }
+
+std::string sums_of(const core::FwdConfig& c) {
+  return c.promote == 0 ? std::string("in the tensor cores alone")
+                        : text("in fp32 every ", c.promote * c.tile_k, " keys");
+}
+std::string sums_of(const core::Fwd100Config&) { return "in fp32, in tensor memory"; }
+
+template <typename Config>
+std::string explain_kernel(const Config& c) {
+  return text("tiles      ", core::rows_of(c), " rows x ", c.tile_k, " keys, ", core::threads_of(c),
+              " threads, ", shared_bytes_of(c), " bytes of shared memory\n", "sums       ",
+              sums_of(c), "\n",  //
+              "softmax    ", policy_name(c.softmax), "\n", "config     ", forward_expression(c),
+              "\n");
+}
+
 class Fp8Program final : public GpuProgram {
  public:
   Fp8Program(std::shared_ptr<const ForwardFp8Kernel> kernel, const core::Problem& problem,
@@ -140,7 +158,6 @@ class Fp8Program final : public GpuProgram {
   }
 
   std::string explain() const override {
-    const core::FwdConfig& c = kernel_->config();
     const auto made = [](bool codes, bool scales) {
       return codes    ? "read in place"
              : scales ? "read in place, scales brought together"
@@ -149,16 +166,8 @@ class Fp8Program final : public GpuProgram {
     const QuantizeParts parts = in_place_.parts();
     return text("operands   q ", made(parts.q == Quantize::none, parts.q == Quantize::scales),
                 ", k ", made(parts.k == Quantize::none, parts.k == Quantize::scales), ", v ",
-                made(parts.v == Quantize::none, false), " (", scratch_bytes_, " bytes)\n",  //
-                "tiles      ", core::rows_of(c), " rows x ", c.tile_k, " keys, ",
-                core::threads_of(c), " threads, ", core::fp8_shared_bytes(c),
-                " bytes of shared memory\n",  //
-                "sums       ",
-                c.promote == 0 ? std::string("in the tensor cores alone")
-                               : text("in fp32 every ", c.promote * c.tile_k, " keys"),
-                "\n",  //
-                "softmax    ", policy_name(c.softmax), "\n", "config     ", forward_expression(c),
-                "\n");
+                made(parts.v == Quantize::none, false), " (", scratch_bytes_, " bytes)\n") +
+           std::visit([](const auto& c) { return explain_kernel(c); }, kernel_->config());
   }
 
  private:
@@ -168,11 +177,24 @@ class Fp8Program final : public GpuProgram {
   std::size_t scratch_bytes_;
 };
 
-// The kernel of a configuration, or of the first with a narrower tile that fits the registers.
-// Where none does, one that spills: slow, but right.
-std::shared_ptr<const ForwardFp8Kernel> fitting_kernel(Device& device, core::FwdConfig config) {
-  const core::FwdConfig chosen = config;
-  for (; config.tile_k >= core::scale_block; config.tile_k -= core::scale_block) {
+// The configuration, and those with narrower tiles where the kernel has them.
+std::vector<ForwardConfig> narrower(const ForwardConfig& chosen) {
+  std::vector<ForwardConfig> list{chosen};
+  if (const auto* hopper = std::get_if<core::FwdConfig>(&chosen)) {
+    core::FwdConfig c = *hopper;
+    for (c.tile_k -= core::scale_block; c.tile_k >= core::scale_block;
+         c.tile_k -= core::scale_block) {
+      list.emplace_back(c);
+    }
+  }
+  return list;
+}
+
+// The kernel of the first of these that fits the registers. Where none does, one that spills: slow,
+// but right.
+std::shared_ptr<const ForwardFp8Kernel> fitting_kernel(Device& device,
+                                                       const ForwardConfig& chosen) {
+  for (const ForwardConfig& config : narrower(chosen)) {
     try {
       return std::make_shared<const ForwardFp8Kernel>(device, config);
     } catch (const CompileError&) {
@@ -203,11 +225,10 @@ std::shared_ptr<const GpuProgram> prepare(const core::Problem& problem, Device& 
   const core::QuantizeOptions quantization = quantize_options(bits.quantization);
   // One accumulator may have all keys where there are no more.
   const int64 promote_keys = bits.promote_keys >= problem.seqlen_k ? 0 : bits.promote_keys;
-  ForwardConfig chosen =
-      choose_forward_fp8(gathered(problem), softmax_policy(options.softmax), promote_keys,
-                         core::code_type(problem.q.dtype, quantization));
-  override_forward(chosen, options.configuration);
-  const auto& config = std::get<core::FwdConfig>(chosen);
+  ForwardConfig config = choose_forward_fp8(gathered(problem), softmax_policy(options.softmax),
+                                            device.properties().arch, promote_keys,
+                                            core::code_type(problem.q.dtype, quantization));
+  override_forward(config, options.configuration);
   const bool by_hand = !options.configuration.empty();
   auto kernel = kernels->get(device, forward_fp8_text(config), [&] {
     return by_hand ? std::make_shared<const ForwardFp8Kernel>(device, config)

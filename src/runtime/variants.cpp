@@ -116,7 +116,7 @@ class List {
     for_problems(core::DType::bf16, [&](const std::string& name, const Problem& p) {
       if (!forward_fp8_supports(p, arch_).empty()) return;
       add("fwd fp8 " + name,
-          forward_fp8_text(choose_forward_fp8(p, core::SoftmaxPolicy::sum_guard, 0)));
+          forward_fp8_text(choose_forward_fp8(p, core::SoftmaxPolicy::sum_guard, arch_, 0)));
     });
   }
 

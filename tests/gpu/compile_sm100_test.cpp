@@ -7,6 +7,7 @@
 #include <string>
 #include <tuple>
 
+#include "runtime/forward_fp8.h"
 #include "runtime/forward_gpu.h"
 
 namespace fovea::tests {
@@ -28,6 +29,7 @@ struct Variant {
   float softcap = 0.0f;
   bool sink = false;
   bool f32_out = false;
+  bool lse = false;  // 8 bits; 16-bit variants have one
   SoftmaxPolicy softmax = SoftmaxPolicy::sum_guard;
   bool issue_order = false;
   bool position = false;  // ALiBi, a bias and a mask
@@ -84,6 +86,42 @@ const Variant variants[] = {
      .ragged = true,
      .softcap = 30.0f,
      .sink = true},
+    {.name = "fp8_d128", .dtype = DType::e4m3},
+    {.name = "fp8_d128_alone", .dtype = DType::e4m3, .change = alone},
+    {.name = "fp8_d128_lse", .dtype = DType::e4m3, .lse = true},
+    {.name = "fp8_d128_causal", .dtype = DType::e4m3, .window = {-1, 0}},
+    {.name = "fp8_d128_window_ragged_sink",
+     .dtype = DType::e5m2,
+     .window = {100, 20},
+     .ragged = true,
+     .sink = true,
+     .lse = true},
+    {.name = "fp8_d128_conditional", .dtype = DType::e4m3, .softmax = SoftmaxPolicy::conditional},
+    {.name = "fp8_d128_online_causal",
+     .dtype = DType::e4m3,
+     .window = {-1, 0},
+     .softmax = SoftmaxPolicy::online},
+    {.name = "fp8_d128_softcap_window_ragged",
+     .dtype = DType::e4m3,
+     .window = {100, 20},
+     .ragged = true,
+     .softcap = 30.0f},
+    {.name = "fp8_d64_f32_out",
+     .dtype = DType::e4m3,
+     .head_dim = 64,
+     .head_dim_v = 64,
+     .f32_out = true},
+    {.name = "fp8_d128_one_query_tile", .dtype = DType::e4m3, .seqlen_q = 1},
+    {.name = "fp8_d192_128_causal", .dtype = DType::e4m3, .head_dim = 192, .window = {-1, 0}},
+    {.name = "fp8_d256", .dtype = DType::e4m3, .head_dim = 256, .head_dim_v = 256},
+    {.name = "fp8_d256_window_ragged_softcap_sink",
+     .dtype = DType::e4m3,
+     .head_dim = 256,
+     .head_dim_v = 256,
+     .window = {100, 20},
+     .ragged = true,
+     .softcap = 30.0f,
+     .sink = true},
     {.name = "d256_conditional",
      .head_dim = 256,
      .head_dim_v = 256,
@@ -103,9 +141,10 @@ Fwd100Config configure(const Variant& v, const char* arch) {
   p.window = v.window;
   p.softcap = v.softcap;
   p.q.dtype = p.k.dtype = p.v.dtype = v.dtype;
-  p.out.dtype = v.f32_out ? DType::f32 : v.dtype;
+  const bool eight_bit = core::is_eight_bit(v.dtype);
+  p.out.dtype = v.f32_out ? DType::f32 : eight_bit ? DType::bf16 : v.dtype;
   p.out.stride[3] = 1;
-  p.lse.data = anything;
+  if (v.lse || !eight_bit) p.lse.data = anything;
   if (v.ragged) p.seqused_k = lengths;
   if (v.sink) p.sink.data = anything;
   if (v.position) {
@@ -113,7 +152,8 @@ Fwd100Config configure(const Variant& v, const char* arch) {
     p.bias.dtype = v.dtype;
   }
   p.dropout.probability = v.dropout;
-  Fwd100Config config = runtime::choose_forward_sm100(p, v.softmax, arch);
+  Fwd100Config config = eight_bit ? runtime::choose_forward_fp8_sm100(p, v.softmax, arch, v.dtype)
+                                  : runtime::choose_forward_sm100(p, v.softmax, arch);
   config.issue_order = v.issue_order;
   if (v.change != nullptr) v.change(config);
   return config;

@@ -1,6 +1,6 @@
 // The 8-bit forward kernel against fp64 on the very numbers it is given, under the tolerance that
 // its CPU twin's error sets: masks, lengths, head dimensions, and logits that outgrow e4m3's range.
-// On the emulated Hopper chip, each case in another order of asynchronous work;
+// On the emulated Hopper and Blackwell chips, each case in another order of asynchronous work;
 // FOVEA_TEST_DEVICES=cuda runs it on a GPU.
 #include <gtest/gtest.h>
 
@@ -58,9 +58,10 @@ struct Fp8Case {
   std::vector<int32> seqused_q = {};
   std::vector<int32> seqused_k = {};
   int64 slack = 0;   // rows of q behind the last sequence
-  int32 tile_k = 0;  // 0: as chosen
+  int32 tile_k = 0;  // Hopper; 0: as chosen
   int32 warpgroups = 0;
   bool ping_pong = false;
+  void (*change)(core::Fwd100Config&) = nullptr;  // Blackwell
 };
 
 std::ostream& operator<<(std::ostream& out, const Fp8Case& c) { return out << c.name; }
@@ -276,6 +277,7 @@ struct Fp8Result {
   std::vector<double> out;
   std::vector<double> lse;
   std::array<core::uint64, 2> counters{};  // rows repaired, rows taken again
+  std::string arch = {};
 };
 
 // Device memory that goes when the call ends.
@@ -306,15 +308,33 @@ class Memory {
   std::vector<DeviceBuffer> buffers_;
 };
 
-core::FwdConfig config_of(const Fp8Case& c, const core::Problem& p) {
-  core::FwdConfig config = runtime::choose_forward_fp8(p, c.softmax, c.promote_keys, c.codes);
-  config.ping_pong = c.ping_pong;
-  if (c.tile_k != 0) config.tile_k = c.tile_k;
-  if (c.warpgroups != 0) config.warpgroups = c.warpgroups;
-  if (c.promote_keys != 0) {
-    config.promote = std::max(1, static_cast<int32>(c.promote_keys) / config.tile_k);
+runtime::ForwardConfig config_of(const Fp8Case& c, const core::Problem& p, std::string_view arch) {
+  runtime::ForwardConfig config =
+      runtime::choose_forward_fp8(p, c.softmax, arch, c.promote_keys, c.codes);
+  if (auto* hopper = std::get_if<core::FwdConfig>(&config)) {
+    hopper->ping_pong = c.ping_pong;
+    if (c.tile_k != 0) hopper->tile_k = c.tile_k;
+    if (c.warpgroups != 0) hopper->warpgroups = c.warpgroups;
+    if (c.promote_keys != 0) {
+      hopper->promote = std::max(1, static_cast<int32>(c.promote_keys) / hopper->tile_k);
+    }
+  } else if (c.change != nullptr) {
+    c.change(std::get<core::Fwd100Config>(config));
   }
   return config;
+}
+
+// The CPU twin of a configuration: Blackwell's tensor cores add in fp32.
+cpu::Fp8Method method_of(const Fp8Case& c, const runtime::ForwardConfig& config) {
+  cpu::Fp8Method method{.codes = c.codes, .softmax = c.softmax};
+  if (const auto* hopper = std::get_if<core::FwdConfig>(&config)) {
+    method.tile_k = hopper->tile_k;
+    method.promote = hopper->promote;
+  } else {
+    method.tile_k = std::get<core::Fwd100Config>(config).tile_k;
+    method.accumulator_bits = 23;
+  }
+  return method;
 }
 
 Fp8Result run_on(Device& device, const Fp8Input& input) {
@@ -350,10 +370,11 @@ Fp8Result run_on(Device& device, const Fp8Input& input) {
   launch.scheduler = reinterpret_cast<runtime::DeviceAddress>(scheduler);
 
   EXPECT_TRUE(runtime::forward_fp8_supports(p, device.properties().arch).empty());
-  const runtime::ForwardFp8Kernel kernel(device, config_of(c, p));
+  const runtime::ForwardFp8Kernel kernel(device, config_of(c, p, device.properties().arch));
   kernel.run(launch, operands);
 
   Fp8Result result;
+  result.arch = device.properties().arch;
   const auto bytes = memory.download<unsigned char>(p.out.data, poison.size());
   for (std::size_t i = 0; i < outputs; ++i) {
     float value = 0.0f;
@@ -376,30 +397,25 @@ Fp8Result run_on(Device& device, const Fp8Input& input) {
   return result;
 }
 
-Fp8Result check_case(const Fp8Case& spec, runtime::EmulationOptions::Order order) {
+// What each device gave.
+std::vector<Fp8Result> check_case(const Fp8Case& spec, runtime::EmulationOptions::Order order) {
   Fp8Input input(spec);
   const cpu::ReferenceResult exact = cpu::reference_forward(input.restored);
-  const core::FwdConfig config = config_of(spec, input.problem);
-  cpu::Fp8Statistics statistics;
-  const cpu::ReferenceResult twin = cpu::forward_fp8(input.problem, input.operands(),
-                                                     {.codes = spec.codes,
-                                                      .softmax = spec.softmax,
-                                                      .tile_k = config.tile_k,
-                                                      .promote = config.promote},
-                                                     &statistics);
-  EXPECT_EQ(statistics.saturated, 0);
   const auto out_type = static_cast<DType>(spec.out);
-  Fp8Result result;
+  std::vector<Fp8Result> result;
   for (const std::string& name : test_devices()) {
-    if (name.find("sm_90a") == std::string::npos && name.find("cuda") == std::string::npos) {
-      continue;
-    }
     SCOPED_TRACE(name);
     const auto device = runtime::open_device(name, {.order = order, .seed = 7, .checks = true});
-    result = run_on(*device, input);
-    EXPECT_TRUE(test::close_to(result.out, exact.out, twin.out,
+    cpu::Fp8Statistics statistics;
+    const cpu::ReferenceResult twin = cpu::forward_fp8(
+        input.problem, input.operands(),
+        method_of(spec, config_of(spec, input.problem, device->properties().arch)), &statistics);
+    EXPECT_EQ(statistics.saturated, 0);
+    const Fp8Result now = run_on(*device, input);
+    EXPECT_TRUE(test::close_to(now.out, exact.out, twin.out,
                                test::out_floor(out_type, out_type, exact.out)));
-    EXPECT_TRUE(test::close_to(result.lse, exact.lse, twin.lse, {1e-4, 1e-5, 1e-9}));
+    EXPECT_TRUE(test::close_to(now.lse, exact.lse, twin.lse, {1e-4, 1e-5, 1e-9}));
+    result.push_back(now);
   }
   return result;
 }
@@ -498,6 +514,14 @@ const Fp8Case fp8_cases[] = {
      .tile_k = 96,
      .warpgroups = 3,
      .ping_pong = true},
+    {.name = "blackwell_alone",
+     .seqlen_q = 300,
+     .seqlen_k = 500,
+     .change = [](core::Fwd100Config& c) { c.cta_pair = false; }},
+    {.name = "blackwell_pair",
+     .seqlen_q = 500,
+     .seqlen_k = 500,
+     .change = [](core::Fwd100Config& c) { c.cta_pair = true; }},
     {.name = "online",
      .seqlen_q = 140,
      .seqlen_k = 700,
@@ -513,27 +537,36 @@ const Fp8Case fp8_cases[] = {
 INSTANTIATE_TEST_SUITE_P(Cases, Fp8Forward, ::testing::ValuesIn(fp8_cases),
                          [](const auto& instance) { return instance.param.name; });
 
-// Logits that leave the fast path, and proof that they did.
+// Logits that leave the fast path, and proof that they did. Hopper visits the last keys first;
+// Blackwell the first 128, and then the last.
 TEST(Fp8Guard, RepairsRowsThatGrowWithinReach) {
-  const Fp8Result result =
-      check_case({.name = "rise_8", .seqlen_q = 140, .seqlen_k = 900, .rise = 8},
-                 runtime::EmulationOptions::Order::random);
-  EXPECT_GT(result.counters[0], 0u);
-  EXPECT_EQ(result.counters[1], 0u);
+  for (const Fp8Result& result :
+       check_case({.name = "rise_8", .seqlen_q = 140, .seqlen_k = 900, .rise = 8},
+                  runtime::EmulationOptions::Order::random)) {
+    EXPECT_EQ(result.counters[0] > 0, result.arch == "sm_90a") << result.arch;
+    EXPECT_EQ(result.counters[1], 0u) << result.arch;
+  }
 }
 
 TEST(Fp8Guard, TakesTilesAgainWhenSumsOverflow) {
-  const Fp8Result result =
-      check_case({.name = "rise_200", .seqlen_q = 140, .seqlen_k = 900, .rise = 200},
-                 runtime::EmulationOptions::Order::lazy);
-  EXPECT_GT(result.counters[1], 0u);
+  for (const float rise : {200.0f, -8.0f, -200.0f}) {
+    for (const Fp8Result& result :
+         check_case({.name = "rise_200", .seqlen_q = 140, .seqlen_k = 896, .rise = rise},
+                    runtime::EmulationOptions::Order::lazy)) {
+      EXPECT_EQ(result.counters[1] > 0, (rise > 0.0f) == (result.arch == "sm_90a")) << result.arch;
+    }
+  }
 }
 
 TEST(Fp8Guard, LeavesFallingLogitsAlone) {
-  const Fp8Result result =
-      check_case({.name = "fall", .seqlen_q = 140, .seqlen_k = 900, .rise = -50},
-                 runtime::EmulationOptions::Order::eager);
-  EXPECT_EQ(result.counters[0] + result.counters[1], 0u);
+  for (const float rise : {-50.0f, 50.0f}) {
+    for (const Fp8Result& result :
+         check_case({.name = "fall", .seqlen_q = 140, .seqlen_k = 900, .rise = rise},
+                    runtime::EmulationOptions::Order::eager)) {
+      if ((rise > 0.0f) == (result.arch == "sm_90a")) continue;
+      EXPECT_EQ(result.counters[0] + result.counters[1], 0u) << result.arch;
+    }
+  }
 }
 
 }  // namespace
