@@ -60,7 +60,6 @@ struct FwdConfig {
   bool ping_pong = true;   // warpgroups take turns at issuing products
   bool overlap = true;     // scores of a tile and weights x values of the one before in flight
   int32 q_stages = 1;      // of the ring of q tiles; 2: the next tile's come under this one's work
-  int32 cluster = 1;       // CTAs that take neighbouring rows and share k and v by multicast: 1, 2
   int32 promote = 0;       // fp8: key tiles summed by the tensor cores alone (core/fp8.h); 0: all
   bool trace = false;      // one CTA writes a timeline
   bool operator==(const FwdConfig&) const = default;
@@ -87,8 +86,8 @@ constexpr int32 rows_of(const FwdConfig& c) { return 64 * c.warpgroups; }
 constexpr int32 query_box_rows(const FwdConfig& c) { return rows_of(c); }
 constexpr int32 out_box_rows(const FwdConfig&) { return 16; }
 constexpr int32 threads_of(const FwdConfig& c) { return 128 * (c.warpgroups + 1); }
-constexpr int32 ctas_of(const FwdConfig& c) { return c.cluster; }  // that share keys
-constexpr int32 key_rows_of(const FwdConfig& c) { return c.tile_k / c.cluster; }
+constexpr int32 ctas_of(const FwdConfig&) { return 1; }  // that share keys
+constexpr int32 key_rows_of(const FwdConfig& c) { return c.tile_k; }
 constexpr int32 value_rows_of(const FwdConfig& c) { return key_rows_of(c); }
 
 // Dynamic shared memory: q, the rings of k and v, out where it is apart, barriers.
@@ -127,7 +126,7 @@ struct Rows {
 };
 
 // The parameter of the forward kernels. Boxes of the maps, all with the 128-byte swizzle and
-// dimensions (head_dim, row, head, batch): q {64, rows_of}, k and v {64, tile_k / cluster}, out
+// dimensions (head_dim, row, head, batch): q {64, rows_of}, k and v {64, tile_k}, out
 // {64, 16}.
 // Pages are the batch of k and v, in boxes {64, page_box}. Packed q has dimensions (head_dim, head
 // of the group, row, key/value head, batch) and boxes {64, group_size, queries_per_tile}.

@@ -64,11 +64,7 @@ struct Load {
                                  const FwdTile& tile, int32 block) {
     constexpr uint32 panel_bytes = C.tile_k * Plan::row_bytes;
     mark(TracePhase::free);
-    if constexpr (C.cluster > 1) {
-      mbarrier_wait_cluster(ring.free[state.stage], state.parity ^ 1u);
-    } else {
-      ring.wait_free(state);
-    }
+    ring.wait_free(state);
     mark(TracePhase::copy);
     if (leads()) ring.expect(state, panel_count * panel_bytes);
     const CachePolicy again = cache_policy_evict_last();
@@ -92,20 +88,6 @@ struct Load {
           tma_load(target + offset, map, ring.full[state.stage],
                    {panel * core::panel_columns, row, tile.head_kv, batch}, again);
         }
-      }
-    } else if constexpr (C.cluster > 1) {
-      // This CTA's share of the rows, to all of them. A peer's bytes may land before its own
-      // producer expects them: its barrier stays in the phase until that has arrived.
-      constexpr int32 share = C.tile_k / C.cluster;
-      const auto first = static_cast<int32>(cluster_rank()) * share;
-#pragma unroll
-      for (int32 panel = 0; panel < panel_count; ++panel) {
-        tma_load_multicast(
-            target + panel * panel_bytes + static_cast<uint32>(first) * Plan::row_bytes, map,
-            ring.full[state.stage],
-            {panel * core::panel_columns, tile.row_k + block * C.tile_k + first, tile.head_kv,
-             tile.batch_k},
-            (1 << C.cluster) - 1, again);
       }
     } else {
 #pragma unroll
@@ -144,12 +126,9 @@ struct Load {
   }
 
   // Tiles as they come: the first by place, further ones from a counter that all CTAs share, or,
-  // without one and in clusters, in rounds. The counter's answer is awaited under the loads of the
-  // tile before.
+  // without one, in rounds. The counter's answer is awaited under the loads of the tile before.
   __forceinline__ int32 next(int32 round) {
-    if (C.cluster > 1 || params.scheduler == nullptr || round == 0) {
-      return tile_index(round, C.cluster);
-    }
+    if (params.scheduler == nullptr || round == 0) return tile_index(round);
     uint32 ticket = 0;
     if (leads()) ticket = atomicAdd(params.scheduler, 1u);
     if constexpr (paged) ticket = __shfl_sync(0xffffffffu, ticket, 0);
@@ -162,7 +141,6 @@ struct Load {
     for (int32 round = 1; index < params.tiles; ++round) {
       tile = find_tile<C>(params, index);
       const bool exists = tile.exists();
-      if constexpr (C.cluster > 1) tile.q_begin += static_cast<int32>(cluster_rank()) * Plan::rows;
       if (exists) publish(tile);
       index = C.persistent ? next(round) : params.tiles;
       if (exists && tile.count() > 0) load_tile(tile);
@@ -171,7 +149,7 @@ struct Load {
     tile.last = 1;
     publish(tile);
     mark(TracePhase::none);
-    if (C.persistent && C.cluster == 1 && params.scheduler != nullptr && leads()) {
+    if (C.persistent && params.scheduler != nullptr && leads()) {
       // The last CTA to ask leaves the counters as it found them.
       if (atomicAdd(params.scheduler + 1, 1u) == gridDim.x - 1) {
         params.scheduler[0] = params.scheduler[1] = 0;

@@ -23,7 +23,7 @@ struct FwdPlan {
   alignas(1024) uint8 k[C.stages][k_bytes];
   alignas(1024) uint8 v[C.stages][v_bytes];
   alignas(1024) uint8 out[C.out_apart ? rows * panels_v * row_bytes : 1024];
-  // full: the loaders and the bytes; free: each computing warp, of every CTA that shares the keys.
+  // full: the loaders and the bytes; free: each computing warp.
   Ring<C.stages> k_ring;
   Ring<C.stages> v_ring;
   Ring<C.q_stages> q_ring;
@@ -53,15 +53,13 @@ struct FwdPlan {
   static_assert(C.q_stages == 1 || (C.q_stages == 2 && C.persistent));
   static_assert(C.q_stages == 1 || C.out_apart || !C.tma_out,
                 "the next q is there while out leaves");
-  static_assert(C.cluster == 1 ||
-                (C.cluster == 2 && C.source == Source::tma && !C.packed && !C.split));
 
   // By one thread, before a barrier of the CTA.
   __forceinline__ void init_barriers() {
     tile_ring.init(1, consumer_warps);
     q_ring.init(loaders, consumer_warps);
-    k_ring.init(loaders, C.cluster * consumer_warps);
-    v_ring.init(loaders, C.cluster * consumer_warps);
+    k_ring.init(loaders, consumer_warps);
+    v_ring.init(loaders, consumer_warps);
     fence_mbarrier_init();
   }
 };

@@ -131,24 +131,12 @@ struct Compute {
     wgmma_commit();
   }
 
-  // To every CTA whose copies come here.
-  __forceinline__ void release_stage(Ring<C.stages>& ring, const RingState<C.stages>& state) {
-    if constexpr (C.cluster > 1) {
-      if (lane_index() < C.cluster) {
-        const SharedAddress barrier = shared_address(&ring.free[state.stage]);
-        mbarrier_arrive_remote(map_to_rank(barrier, static_cast<uint32>(lane_index())));
-      }
-    } else {
-      if (lane_index() == 0) ring.release(state);
-    }
-  }
-
   __forceinline__ void release_k() {
-    release_stage(plan.k_ring, k_state);
+    if (lane_index() == 0) plan.k_ring.release(k_state);
     k_state.advance();
   }
   __forceinline__ void release_v() {
-    release_stage(plan.v_ring, v_state);
+    if (lane_index() == 0) plan.v_ring.release(v_state);
     v_state.advance();
   }
   __forceinline__ void release_q() {
@@ -788,12 +776,7 @@ __device__ void fwd(const FwdParams& params) {
     }
     fence_proxy_async_shared();
   }
-  if constexpr (C.cluster > 1) {
-    cluster_arrive();
-    cluster_wait();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
 
   const int32 warp = warp_index();
   if (warp < 4) {
@@ -808,12 +791,6 @@ __device__ void fwd(const FwdParams& params) {
   } else {
     registers_grow<core::consumer_registers(C)>();
     Compute<C>{plan, params, warp / 4 - 1}.run();
-  }
-  if constexpr (C.cluster > 1) {
-    // Shared memory outlives the peer's copies and arrivals.
-    __syncwarp();
-    cluster_arrive();
-    cluster_wait();
   }
 }
 

@@ -135,7 +135,6 @@ __forceinline__ int32 queries_per_tile(const FwdParams& params) {
 // CTAs of a cluster take the rows of one tile together: they stand in it one behind the other.
 template <auto C>
 __forceinline__ constexpr int32 cluster_size() {
-  if constexpr (requires { C.cluster; }) return C.cluster;
   if constexpr (requires { C.cta_pair; }) return C.cta_pair ? 2 : 1;
   return 1;
 }

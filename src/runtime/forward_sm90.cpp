@@ -38,12 +38,13 @@ void choose_tile(FwdConfig& c, const Problem& p) {
   const bool windowed = core::is_windowed(c);
   const bool long_keys = p.seqlen_k >= 8192;
   const int64 rows = p.seqlen_q * p.group_size();  // packed
-  if (widest <= 64 && rows <= 128) {
+  // Two warpgroups where rows are few, or blocks: a causal tile of fewer rows wastes less.
+  if (widest <= 64 && (rows <= 128 || (plain && windowed && !long_keys))) {
     c.tile_k = 128;
     c.stages = 4;
   } else if (widest <= 64) {
     c.warpgroups = 3;
-    c.tile_k = plain && (long_keys || !windowed) ? 128 : 96;
+    c.tile_k = plain ? 128 : 96;
     c.stages = 4;
   } else if (widest <= 128) {
     c.tile_k = 128;
@@ -139,7 +140,6 @@ std::string forward_expression(const FwdConfig& c) {
   text.flag("ping_pong", c.ping_pong);
   text.flag("overlap", c.overlap);
   text.number("q_stages", c.q_stages);
-  text.number("cluster", c.cluster);
   text.number("promote", c.promote);
   if (c.trace) text.flag("trace", c.trace);
   return text.value();

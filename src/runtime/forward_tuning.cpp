@@ -41,7 +41,7 @@ struct Field {
   }
 };
 
-constexpr std::array<Field<FwdConfig>, 9> fields_of(const FwdConfig*) {
+constexpr std::array<Field<FwdConfig>, 8> fields_of(const FwdConfig*) {
   return {{{"warpgroups", &FwdConfig::warpgroups},
            {"tile_k", &FwdConfig::tile_k},
            {"stages", &FwdConfig::stages},
@@ -49,8 +49,7 @@ constexpr std::array<Field<FwdConfig>, 9> fields_of(const FwdConfig*) {
            {"persistent", nullptr, &FwdConfig::persistent, 0, 1},
            {"ping_pong", nullptr, &FwdConfig::ping_pong, 0, 1},
            {"overlap", nullptr, &FwdConfig::overlap, 0, 1},
-           {"q_stages", &FwdConfig::q_stages, nullptr, 1, 2},
-           {"cluster", &FwdConfig::cluster, nullptr, 1, 2}}};
+           {"q_stages", &FwdConfig::q_stages, nullptr, 1, 2}}};
 }
 
 constexpr std::array<Field<Fwd100Config>, 9> fields_of(const Fwd100Config*) {
@@ -114,10 +113,6 @@ std::string objection(const FwdConfig& c) {
   if (c.q_stages == 2 && !c.persistent) return "a CTA with one tile needs one stage of q";
   if (c.q_stages == 2 && c.tma_out && !c.out_apart) {
     return "with 2 stages of q the next is there while out leaves, so out_apart is 1";
-  }
-  if (c.cluster < 1 || c.cluster > 2) return "its clusters have 1 or 2 CTAs";
-  if (c.cluster == 2 && (c.source != core::Source::tma || c.packed || c.split)) {
-    return "keys are shared by a cluster where they are in one piece for every head and row";
   }
   const int32 bytes = core::shared_bytes(c);
   if (bytes > core::shared_limit_bytes) {
