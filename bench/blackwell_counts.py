@@ -21,7 +21,7 @@ import sys
 import tempfile
 
 ROWS = (
-    ("tensor FLOP", lambda c: c["tensor_flops_f16"], True),
+    ("tensor FLOP", lambda c: c["tensor_flops_f16"] + c.get("tensor_flops_fp8", 0), True),
     ("exponentials, special function unit", lambda c: c["mufu_lanes"], True),
     ("FMA instructions, lanes", lambda c: c["fma_lanes"], False),
     ("ALU instructions, lanes", lambda c: c["alu_lanes"], False),
@@ -53,9 +53,11 @@ def peer_counts(build: pathlib.Path, command: list[str]) -> dict[str, int]:
 
 
 def own_counts(build: pathlib.Path) -> dict[str, dict[str, int]]:
-    said = subprocess.run(
-        [build / "tests/gpu_fwd_sm100_test", "--gtest_filter=Budget/Counts*"],
-        check=True, capture_output=True, text=True).stdout
+    said = "".join(
+        subprocess.run([build / "tests" / program, f"--gtest_filter={tests}"],
+                       check=True, capture_output=True, text=True).stdout
+        for program, tests in (("gpu_fwd_sm100_test", "Budget/Counts*"),
+                               ("gpu_fp8_test", "Fp8Counts*")))
     variants = re.findall(r"^counts (\w+) 128 (\w+) (\d+/16) (\{.*\})$", said, re.MULTILINE)
     return {f"fovea, {policy}, {share}{', CTA pair' if ctas == 'pair' else ''}": json.loads(counts)
             for ctas, policy, share, counts in variants}

@@ -41,14 +41,14 @@ int32 polynomial_share(const Fwd100Config& c, std::string_view arch) {
 // lanes: packed multiply-add and sum, half a conversion and the exponential, instead of which a
 // polynomial takes two bounds, shift, add and its degree and three packed instructions.
 int32 polynomial_share_fp8(const Fwd100Config& c, std::string_view arch) {
-  const int32 scores = 128 * 128;
-  const int32 exponentials = arch.starts_with("sm_103") ? 32 : 16;  // a cycle
+  if (arch.starts_with("sm_103")) return 0;
+  constexpr int32 scores = 128 * 128;
   const double tensor = 2.0 * (c.head_dim + c.head_dim_v);
   int32 best = 0;
   double least = 0.0;
   for (int32 share = 0; share <= 8; ++share) {
     const double part = share / 16.0;
-    const double special = scores * (1.0 - part) / exponentials;
+    const double special = scores * (1.0 - part) / 16;
     const double issue = scores * (2.5 + (3.0 + (c.polynomial_degree + 3) / 2.0) * part) / 128;
     const double alu = scores * (0.5 + 4.0 * part) / 64;
     const double softmax = std::max({special, issue, alu});

@@ -6,9 +6,11 @@
 
 #include <array>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <ostream>
 #include <string>
 #include <vector>
@@ -567,6 +569,34 @@ TEST(Fp8Guard, LeavesFallingLogitsAlone) {
       EXPECT_EQ(result.counters[0] + result.counters[1], 0u) << result.arch;
     }
   }
+}
+
+// What one more tile of 128 keys costs 128 rows on Blackwell, from two lengths: the budget of
+// docs/kernels/fwd_sm100.md. bench/blackwell_counts.py reads the line.
+TEST(Fp8Counts, AreBlackwellsBudget) {
+  nlohmann::json totals[2];
+  constexpr core::uint64 heads = 1;
+  constexpr core::uint64 query_tiles = 4;
+  for (const int i : {0, 1}) {
+    Fp8Input input(Fp8Case{.name = "counts",
+                           .heads_q = heads,
+                           .heads_kv = heads,
+                           .seqlen_q = 128 * query_tiles,
+                           .seqlen_k = 384 + 128 * i});
+    const auto device = runtime::open_device("emulated:sm_100a", {.checks = false});
+    run_on(*device, input);
+    totals[i] = nlohmann::json::parse(device->report(true))["total"];
+  }
+  nlohmann::json each;
+  for (const auto& [name, value] : totals[1].items()) {
+    each[name] = (value.get<core::uint64>() - totals[0][name].get<core::uint64>()) / query_tiles;
+  }
+  constexpr core::uint64 scores = 128 * 128;
+  EXPECT_EQ(each["tensor_flops_fp8"], 4 * scores * 128);
+  EXPECT_EQ(each["mufu_lanes"], scores * (16 - 6) / 16);       // with an LSE: degree 4, 6 of 16
+  EXPECT_EQ(each["shared_tensor_read_bytes"], 2 * 128 * 128);  // q, and a pair's halves of k and v
+  EXPECT_EQ(each["tma_load_bytes"], 128 * 128 / 2 + 4 * 16 / 2);  // and scales
+  std::printf("counts pair 128 e4m3 6/16 %s\n", each.dump().c_str());
 }
 
 }  // namespace
