@@ -1,0 +1,79 @@
+// The variants of Hopper's forward kernel with the fewest registers to spare compile for the chip
+// without a spilled register, under whichever NVRTC is found: an older one than that of the
+// development machine spilled in each of them.
+#include <gtest/gtest.h>
+
+#include <ostream>
+#include <string>
+
+#include "runtime/forward_gpu.h"
+#include "tests/jit/jit_support.h"
+
+namespace fovea::tests {
+namespace {
+
+using core::FwdConfig;
+using core::SoftmaxPolicy;
+using core::Source;
+
+struct Variant {
+  std::string name;
+  FwdConfig config;
+};
+
+std::ostream& operator<<(std::ostream& out, const Variant& v) { return out << v.name; }
+
+FwdConfig base(core::int32 head_dim, core::int32 head_dim_v, core::int32 tile_k) {
+  FwdConfig c;
+  c.head_dim = head_dim;
+  c.head_dim_v = head_dim_v;
+  c.tile_k = tile_k;
+  return c;
+}
+
+// Rows found by threads, one tile per CTA.
+FwdConfig gathered(core::int32 head_dim, core::int32 head_dim_v, core::int32 tile_k) {
+  FwdConfig c = base(head_dim, head_dim_v, tile_k);
+  c.source = Source::gather;
+  c.softmax = SoftmaxPolicy::online;
+  c.ragged = true;
+  c.chunked = c.tma_out = c.persistent = false;
+  return c;
+}
+
+std::vector<Variant> variants() {
+  std::vector<Variant> list = {{"gathered_d256_16", gathered(256, 16, 64)},
+                               {"gathered_d144", gathered(144, 144, 80)},
+                               {"gathered_d128_packed", gathered(128, 128, 112)},
+                               {"gathered_d16_256", gathered(16, 256, 64)},
+                               {"paged_d64_split", base(64, 64, 128)},
+                               {"queries_ahead_d128", base(128, 128, 128)},
+                               {"queries_ahead_d128_causal", base(128, 128, 128)}};
+  list[1].config.out_apart = false;
+  list[2].config.chunked = list[2].config.packed = true;
+  list[2].config.bound_left = list[2].config.bound_right = true;
+  list[3].config.softmax = SoftmaxPolicy::conditional;
+  FwdConfig& paged = list[4].config;
+  paged.stages = 4;
+  paged.source = Source::paged;
+  paged.bound_left = paged.ragged = paged.packed = paged.split = true;
+  paged.tma_out = false;
+  list[5].config.q_stages = list[6].config.q_stages = 2;
+  list[6].config.bound_right = true;
+  return list;
+}
+
+class CompileForward : public testing::TestWithParam<Variant> {};
+
+TEST_P(CompileForward, SpillsNothing) {
+  runtime::CompileRequest request;
+  request.text = runtime::forward_text(GetParam().config);
+  request.arch = "sm_90a";
+  EXPECT_NO_THROW(runtime::default_jit().compile(request));
+}
+
+INSTANTIATE_TEST_SUITE_P(Variants, CompileForward, testing::ValuesIn(variants()),
+                         [](const auto& tested) { return tested.param.name; });
+
+}  // namespace
+}  // namespace fovea::tests
