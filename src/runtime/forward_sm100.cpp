@@ -39,17 +39,19 @@ int32 polynomial_share(const Fwd100Config& c, std::string_view arch) {
 // The same in 8 bits, where products take half as long and the softmax binds: the fewest that bring
 // it below 7/8 of the tensor cores' time, or those with which it takes the least. Per score, in
 // lanes: packed multiply-add and sum, half a conversion and the exponential, instead of which a
-// polynomial takes two bounds, shift, add and its degree and three packed instructions.
+// polynomial takes two bounds, shift, add and its degree and three packed instructions. A running
+// maximum takes half an instruction.
 int32 polynomial_share_fp8(const Fwd100Config& c, std::string_view arch) {
   if (arch.starts_with("sm_103")) return 0;
   constexpr int32 scores = 128 * 128;
+  const double always = core::is_corrected(c) ? 3.0 : 2.5;
   const double tensor = 2.0 * (c.head_dim + c.head_dim_v);
   int32 best = 0;
   double least = 0.0;
   for (int32 share = 0; share <= 8; ++share) {
     const double part = share / 16.0;
     const double special = scores * (1.0 - part) / 16;
-    const double issue = scores * (2.5 + (3.0 + (c.polynomial_degree + 3) / 2.0) * part) / 128;
+    const double issue = scores * (always + (3.0 + (c.polynomial_degree + 3) / 2.0) * part) / 128;
     const double alu = scores * (0.5 + 4.0 * part) / 64;
     const double softmax = std::max({special, issue, alu});
     if (share == 0 || softmax < least) {
