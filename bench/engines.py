@@ -12,7 +12,7 @@ from typing import Callable
 
 import numpy as np
 
-from fovea_c import Library
+from fovea_c import Library, host_lse
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,14 @@ class Case:
     causal: bool = False
     # fovea too has its keys and values by head, (batch, heads, seqlen, head_dim).
     kv_by_head: bool = False
+    # The gradients of q, k and v, not the output.
+    backward: bool = False
 
     @property
     def flops(self) -> float:
-        """Two products, halved when causal (seqlen_q == seqlen_k then)."""
+        """Two products, or five for gradients, halved when causal (seqlen_q == seqlen_k then)."""
         scores = self.seqlen_q * self.seqlen_k * (0.5 if self.causal else 1.0)
-        return 4.0 * self.heads_q * scores * self.head_dim
+        return (10.0 if self.backward else 4.0) * self.heads_q * scores * self.head_dim
 
     @property
     def kv_bytes(self) -> int:
@@ -55,12 +57,13 @@ class Inputs:
     # The same keys and values as (batch, heads, seqlen, head_dim), contiguous.
     k_by_head: list[np.ndarray]
     v_by_head: list[np.ndarray]
+    dout: np.ndarray | None = None  # laid out as q, if gradients are asked for
 
 
 @dataclass
 class Prepared:
     calls: list[Callable[[], None]]
-    # Of the last call: (seqlen_q, heads_q, head_dim) float32.
+    # Of the last call: (seqlen_q, heads_q, head_dim) float32; gradients of q, k and v as columns.
     output: Callable[[], np.ndarray | None]
 
 
@@ -93,12 +96,13 @@ def make_inputs(case: Case, copies: int) -> Inputs:
     q = normal(case.seqlen_q, case.heads_q)
     k = normal(case.seqlen_k, case.heads_kv)
     v = normal(case.seqlen_k, case.heads_kv)
+    dout = normal(case.seqlen_q, case.heads_q) if case.backward else None
     # With one head both layouts are the same, and numpy makes no copy.
     ks, vs = [[by_head(x) for _ in range(copies)] for x in (k, v)]
     if case.kv_by_head:
         views_k, views_v = [[x.transpose(0, 2, 1, 3) for x in xs] for xs in (ks, vs)]
         return Inputs(case, q, views_k, views_v, ks, vs)
-    return Inputs(case, q, copies_of(k, copies), copies_of(v, copies), ks, vs)
+    return Inputs(case, q, copies_of(k, copies), copies_of(v, copies), ks, vs, dout)
 
 
 def copies_of(x: np.ndarray, count: int) -> list[np.ndarray]:
@@ -119,9 +123,24 @@ class Fovea:
             self._library.problem(inputs.q, k, v, out, case.causal)
             for k, v in zip(inputs.k, inputs.v)
         ]
+        if case.backward:
+            return self._prepare_backward(inputs, problems[0], out)
         plan = self._library.plan(problems[0], self._threads)
         result = lambda: out[0] if case.dtype == "fp32" else from_bf16(out[0])
         return Prepared([lambda p=p: plan.run(p) for p in problems], result)
+
+    def _prepare_backward(self, inputs: Inputs, problem, out: np.ndarray) -> Prepared:
+        """`out` is what the problem writes, kept by the calls."""
+        case = inputs.case
+        lse = np.empty((1, case.heads_q, case.seqlen_q), np.float32)
+        problem.lse = host_lse(lse)
+        self._library.plan(problem, self._threads).run(problem)
+        results = [np.empty_like(x) for x in (inputs.q, inputs.k[0], inputs.v[0])]
+        gradients = self._library.gradients(inputs.dout, *results)
+        plan = self._library.backward_plan(problem, gradients, self._threads)
+        kept = (out, lse)
+        return Prepared([lambda kept=kept: plan.run(problem, gradients)],
+                        lambda: np.concatenate([x[0] for x in results], axis=-1))
 
 
 class StreamRead:
@@ -170,6 +189,18 @@ class Torch:
         q = self._tensor(by_head(inputs.q))
         options = {"is_causal": case.causal, "enable_gqa": case.heads_q != case.heads_kv}
         last = [None]
+        if case.backward:
+            of = [self._tensor(x[0]) for x in (inputs.k_by_head, inputs.v_by_head)]
+            of = [x.detach().requires_grad_() for x in (q, *of)]
+            out, dout = attention(*of, **options), self._tensor(by_head(inputs.dout))
+
+            def call_backward() -> None:
+                last[0] = torch.autograd.grad(out, of, dout, retain_graph=True)
+
+            return Prepared(
+                [call_backward],
+                lambda: torch.cat(last[0], -1).float().numpy()[0].transpose(1, 0, 2),
+            )
 
         def call(k, v) -> None:
             with torch.inference_mode():
@@ -199,6 +230,8 @@ class OnnxRuntime:
     def prepare(self, inputs: Inputs) -> Prepared:
         if inputs.case.dtype == "bf16":
             raise Unsupported("no bf16 on the CPU")
+        if inputs.case.backward:
+            raise Unsupported("no gradients")
         build = {
             "MultiHeadAttention": self._multi_head,
             "Attention": self._standard,

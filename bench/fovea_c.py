@@ -154,14 +154,20 @@ class Library:
         return Plan(self, problem, options)
 
     def gradients(self, dout, dq, dk, dv) -> Gradients:
-        """PyTorch tensors on one GPU, laid out as device_problem() takes them."""
+        """Numpy arrays laid out as problem() takes them, or PyTorch tensors on one GPU, laid out as
+        device_problem() takes them."""
+        view = _tensor if isinstance(dout, np.ndarray) else _device_tensor
         gradients = Gradients()
         size = ctypes.sizeof(gradients)
         self.check(self._lib.fovea_gradients_init(ctypes.byref(gradients), size))
-        gradients.dout, gradients.dq, gradients.dk, gradients.dv = (
-            _device_tensor(t) for t in (dout, dq, dk, dv)
-        )
+        gradients.dout, gradients.dq, gradients.dk, gradients.dv = map(view, (dout, dq, dk, dv))
         return gradients
+
+    def backward_plan(self, problem: Problem, gradients: Gradients,
+                      threads: int) -> "BackwardPlan":
+        options = self.options(DEVICE_CPU)
+        options.threads = threads
+        return BackwardPlan(self, problem, gradients, options)
 
     def device_backward_plan(self, problem: Problem, gradients: Gradients) -> "BackwardPlan":
         options = self.options(DEVICE_CUDA)
@@ -269,7 +275,7 @@ class QuantizePlan:
 
 
 class BackwardPlan:
-    """A plan of the backward pass that keeps its workspace."""
+    """A plan of the backward pass with its workspace."""
 
     def __init__(self, library: Library, problem: Problem, gradients: Gradients, options: Options):
         lib = library._lib
@@ -282,10 +288,14 @@ class BackwardPlan:
         )
         self._handle, self._destroy = handle, lib.fovea_backward_plan_destroy
         self._library, self._run = library, lib.fovea_backward_plan_run
+        size = ctypes.c_size_t()
+        library.check(lib.fovea_backward_plan_workspace_bytes(handle, ctypes.byref(size)))
+        self._workspace = np.empty(0 if options.own_workspace else size.value, dtype=np.uint8)
 
     def run(self, problem: Problem, gradients: Gradients) -> None:
         status = self._run(
-            self._handle, ctypes.addressof(problem), ctypes.addressof(gradients), None, 0
+            self._handle, ctypes.addressof(problem), ctypes.addressof(gradients),
+            self._workspace.ctypes.data, self._workspace.size,
         )
         if status != 0:
             self._library.check(status)
@@ -303,6 +313,11 @@ def _tensor(array: np.ndarray) -> Tensor:
     tensor.shape[:] = array.shape
     tensor.stride[:] = [stride // array.itemsize for stride in array.strides]
     return tensor
+
+
+def host_lse(array: np.ndarray) -> Tensor:
+    """A float32 array (batch, heads, seqlen) as the lse of a problem()."""
+    return _tensor(array[..., None])
 
 
 def _device_tensor(tensor) -> Tensor:

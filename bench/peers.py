@@ -65,6 +65,11 @@ CASES = [
         for dtype in ("fp32", "bf16")
         for suffix in ("", "-by-head")
     ),
+    *(
+        Case(f"fp32-backward-{mask}", "fp32", 8, 8, 2048, 2048, 128, mask == "causal",
+             backward=True)
+        for mask in ("full", "causal")
+    ),
 ]
 LONG = Case("fp32-long", "fp32", 1, 1, 131072, 131072, 64, causal=True)
 LONG_MEMORY_MB = 64.0
@@ -314,6 +319,9 @@ def floors_of(results: dict, peaks: Peaks, threads: int) -> list[dict]:
     for case in ("fp32-decode", "fp32-decode-by-head", "bf16-decode", "bf16-decode-by-head"):
         floors.against_reading(case, 0.60, 0.85)
         floors.against_peers(case, {})
+    for mask in ("full", "causal"):
+        floors.against_peers(f"fp32-backward-{mask}", {"torch": (1.2, None)})
+    floors.against_peak("fp32-backward-full", peaks.fp32_gflops, "FMA peak", None, 0.6)
     long_own = floors.fovea(LONG.name)
     if long_own:
         used = long_own["memory_beyond_mb"]

@@ -103,9 +103,13 @@ struct Workspace {
     items = reinterpret_cast<BackwardItem*>(take(count, sizeof(BackwardItem)));
     units = reinterpret_cast<int64*>(take(count + 1, sizeof(int64)));
     shared.rows = total_rows(p);
+    shared.query_stride = padded(p.head_dim) + max_lanes;
+    shared.dout_stride = padded(p.head_dim_v) + max_lanes;
     shared.dq_stride = padded(p.head_dim);
     shared.lse = floats(shared.rows);
     shared.delta = floats(shared.rows);
+    shared.queries = floats(shared.rows * shared.query_stride);
+    shared.douts = floats(shared.rows * shared.dout_stride);
     shared.dq = floats(config.splits * shared.rows * shared.dq_stride);
     shared.dbias = g.dbias;
     if (sums_bias_apart(g)) {

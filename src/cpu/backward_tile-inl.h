@@ -26,7 +26,10 @@ HWY_NOINLINE void multiply_transposed(const TransposedArguments& arguments) {
 #pragma GCC unroll 12
   for (int r = 0; r < rows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; ++v) sum[r][v] = hn::Zero(d);
+    for (int v = 0; v < vectors; ++v) {
+      sum[r][v] = hn::Zero(d);
+      __builtin_prefetch(arguments.c + r * arguments.c_stride + v * lanes, 1);
+    }
   }
   for (int64 i = 0; i < arguments.depth; ++i, a += a_stride, b += b_stride) {
     FloatVec column[vectors];
@@ -121,23 +124,27 @@ class BackwardRows {
 
   void prepare() const {
     const core::RowBlock own = share();
-    float* douts = scratch_.douts;
-    float* outs = scratch_.douts + 4 * scratch_.dout_stride;
+    const int64 stride = padded_columns(p_.head_dim_v);
+    float* douts = scratch_.staging;
+    float* outs = douts + 4 * stride;
     for (int64 begin = own.begin; begin < own.end; begin += 4) {
       const int64 count = core::min64(4, own.end - begin);
       for (int64 r = 0; r < count; ++r) {
-        load_rows(g_.dout, p_.head_dim_v, begin + r, douts + r * scratch_.dout_stride);
-        load_rows(p_.out, p_.head_dim_v, begin + r, outs + r * scratch_.dout_stride);
+        load_padded(p_.q, p_.head_dim, begin + r, queries(begin + r));
+        load_padded(g_.dout, p_.head_dim_v, begin + r, douts + r * stride);
+        load_padded(p_.out, p_.head_dim_v, begin + r, outs + r * stride);
+        std::memcpy(this->douts(begin + r), douts + r * stride,
+                    static_cast<std::size_t>(stride) * sizeof(float));
       }
       float products[4];
-      dot_four_rows(douts, outs, scratch_.dout_stride, p_.head_dim_v, products);
+      dot_four_rows(douts, outs, stride, p_.head_dim_v, products);
       for (int64 r = 0; r < count; ++r) prepare_row(begin + r, products[r]);
     }
   }
 
   void finish() const {
     const core::RowBlock own = share();
-    float* sum = scratch_.queries;
+    float* sum = scratch_.staging;
     const int64 columns = padded_columns(p_.head_dim);
     for (int64 r = own.begin; r < own.end; ++r) {
       std::memset(sum, 0, static_cast<std::size_t>(columns) * sizeof(float));
@@ -155,12 +162,17 @@ class BackwardRows {
   core::PackedRow packed(int64 row) const { return core::packed_row(row, group_, item_.head_kv); }
   int64 query(int64 row) const { return row / group_; }
 
-  void load_rows(const core::View& view, int64 columns, int64 row, float* to) const {
+  void load_padded(const core::View& view, int64 columns, int64 row, float* to) const {
     const core::PackedRow at = packed(row);
     load_row(view, view.offset(sequence_.batch_q, sequence_.row_q + at.query, at.head),
              view.stride[3], columns, to);
+    fill_row(to, columns, padded_columns(columns), 0.0f);
   }
 
+  float* queries(int64 row) const {
+    return shared_.queries + (first_row_ + row) * shared_.query_stride;
+  }
+  float* douts(int64 row) const { return shared_.douts + (first_row_ + row) * shared_.dout_stride; }
   float* dq_row(int64 split, int64 row) const {
     return shared_.dq + (split * shared_.rows + first_row_ + row) * shared_.dq_stride;
   }
@@ -219,12 +231,6 @@ class BackwardBlocks : BackwardRows {
   float* dscores(int64 row) const {
     return scratch_.dscores + (row - strip_.begin) * scratch_.score_stride;
   }
-  float* queries(int64 row) const {
-    return scratch_.queries + (row - strip_.begin) * scratch_.query_stride;
-  }
-  float* douts(int64 row) const {
-    return scratch_.douts + (row - strip_.begin) * scratch_.dout_stride;
-  }
   int64 columns() const { return padded_columns(p_.head_dim); }
   int64 columns_v() const { return padded_columns(p_.head_dim_v); }
 
@@ -262,33 +268,45 @@ class BackwardBlocks : BackwardRows {
   void run_strip() {
     const bool hides = find_visible();
     if (!any_visible_) return;
-    for (int64 r = strip_.begin; r < strip_.end; ++r) {
-      load_padded(p_.q, p_.head_dim, r, queries(r));
-      load_padded(g_.dout, p_.head_dim_v, r, douts(r));
-    }
-    multiply_scores(scratch_.queries, scratch_.query_stride, p_.head_dim, scratch_.transposed_keys,
+    const float* q = queries(strip_.begin);
+    const float* dout = douts(strip_.begin);
+    multiply_scores(q, shared_.query_stride, p_.head_dim, scratch_.transposed_keys,
                     scratch_.weights);
-    multiply_scores(scratch_.douts, scratch_.dout_stride, p_.head_dim_v, scratch_.transposed_values,
+    multiply_scores(dout, shared_.dout_stride, p_.head_dim_v, scratch_.transposed_values,
                     scratch_.dscores);
     for (int64 b = 0; b < row_blocks(); ++b) {
       const core::RowBlock rows = row_block(b);
-      for (int64 r = rows.begin; r < rows.end; ++r) find_score_gradients(r, scratch_.visible[b]);
+      for (int64 r = rows.begin; r < rows.end; ++r) {
+        ask_ahead(r);
+        find_score_gradients(r, scratch_.visible[b]);
+      }
     }
     // A weight of zero must not meet an infinity or NaN that its row or key does not see.
     if (hides && (nonfinite_keys_ || nonfinite_rows())) {
       add_selectively();
       return;
     }
-    multiply_transposed_by(scratch_.weights, scratch_.douts, scratch_.dout_stride, columns_v(),
+    multiply_transposed_by(scratch_.weights, dout, shared_.dout_stride, columns_v(),
                            scratch_.dvalues, scratch_.dvalue_stride);
-    multiply_transposed_by(scratch_.dscores, scratch_.queries, scratch_.query_stride, columns(),
-                           scratch_.dkeys, scratch_.dkey_stride);
+    multiply_transposed_by(scratch_.dscores, q, shared_.query_stride, columns(), scratch_.dkeys,
+                           scratch_.dkey_stride);
     multiply_keys();
   }
 
-  void load_padded(const core::View& view, int64 count, int64 row, float* to) const {
-    load_rows(view, count, row, to);
-    fill_row(to, count, padded_columns(count), 0.0f);
+  // Asks for what is met after this row's exponentials: its sums of dq, and the row of the next
+  // strip in its place.
+  void ask_ahead(int64 row) const {
+    ask<2>(dq_row(item_.split, row), columns());
+    const int64 next = row - strip_.begin + (strip_.end < rows_ ? strip_.end : 0);
+    if (next >= rows_) return;
+    ask<2>(queries(next), columns());
+    ask<2>(douts(next), columns_v());
+  }
+
+  // locality 2: into the second-level cache; 3: into the first.
+  template <int locality>
+  static void ask(const float* from, int64 count) {
+    for (int64 i = 0; i < count; i += 16) __builtin_prefetch(from + i, 0, locality);
   }
 
   // Fills scratch.visible with each row block's keys; true if any row does not see all.
@@ -474,6 +492,9 @@ class BackwardBlocks : BackwardRows {
         const core::KeyRange seen = scratch_.visible[b].keys;
         if (seen.empty()) continue;
         const core::RowBlock rows = row_block(b);
+        for (int64 r = rows.begin; r < rows.end; ++r) {
+          ask<3>(dq_row(item_.split, r) + column, width);
+        }
         Float32Products::multiply<false>(
             rows.end - rows.begin, width / lanes,
             {.a = dscores(rows.begin) + seen.begin,

@@ -85,13 +85,9 @@ std::size_t layout_scratch(const core::Problem& problem, const BackwardConfig& c
   const core::int64 columns = padded(problem.head_dim);
   const core::int64 columns_v = padded(problem.head_dim_v);
   const core::int64 keys = padded(config.block_k, 2 * max_lanes);
-  scratch.query_stride = columns + max_lanes;
-  scratch.dout_stride = columns_v + max_lanes;
   scratch.score_stride = keys + max_lanes;
   scratch.dkey_stride = columns;
   scratch.dvalue_stride = columns_v;
-  scratch.queries = floats(config.strip_q * scratch.query_stride);
-  scratch.douts = floats(config.strip_q * scratch.dout_stride);
   scratch.weights = floats(config.strip_q * scratch.score_stride);
   scratch.dscores = floats(config.strip_q * scratch.score_stride);
   scratch.visible = reinterpret_cast<VisibleKeys*>(take(config.strip_q, sizeof(VisibleKeys)));
@@ -102,7 +98,7 @@ std::size_t layout_scratch(const core::Problem& problem, const BackwardConfig& c
   scratch.dvalues = floats(keys * scratch.dvalue_stride);
   scratch.slopes = floats(keys);
   scratch.kept = floats(keys);
-  scratch.staging = floats(4 * core::max64(columns, columns_v));
+  scratch.staging = floats(core::max64(4 * columns, 8 * columns_v));
   return offset;
 }
 

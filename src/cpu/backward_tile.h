@@ -21,12 +21,17 @@ struct BackwardItem {
 };
 
 // What items share. Rows are packed rows (core/tiles.h), those of a KV head one after the other:
-// see first_row().
+// see first_row(). Every block of keys meets every row, so q and dout are brought into fp32, row
+// beside row, once. Strides keep successive rows out of the same cache sets.
 struct BackwardShared {
-  float* lse = nullptr;    // [rows], natural logarithm
-  float* delta = nullptr;  // [rows], dO O - dLSE
-  float* dq = nullptr;     // [splits][rows][dq_stride], without the scale
+  float* lse = nullptr;      // [rows], natural logarithm
+  float* delta = nullptr;    // [rows], dO O - dLSE
+  float* queries = nullptr;  // [rows][query_stride]
+  float* douts = nullptr;    // [rows][dout_stride]
+  float* dq = nullptr;       // [splits][rows][dq_stride], without the scale
   core::int64 rows = 0;
+  core::int64 query_stride = 0;
+  core::int64 dout_stride = 0;
   core::int64 dq_stride = 0;
   core::View dbias;  // fp32; absent unless asked for
 };
@@ -37,13 +42,9 @@ core::int64 first_row(const core::Problem& problem, const core::Sequence& sequen
 
 // The scratch of one thread. Strides keep successive rows out of the same cache sets.
 struct BackwardScratch {
-  core::int64 query_stride = 0;
-  core::int64 dout_stride = 0;
   core::int64 score_stride = 0;
   core::int64 dkey_stride = 0;
   core::int64 dvalue_stride = 0;
-  float* queries = nullptr;          // [strip_q][query_stride]
-  float* douts = nullptr;            // [strip_q][dout_stride]
   float* weights = nullptr;          // [strip_q][score_stride]: S, then P with dropout
   float* dscores = nullptr;          // [strip_q][score_stride]: dP, then dS
   VisibleKeys* visible = nullptr;    // [strip_q], of each block of rows
@@ -54,7 +55,7 @@ struct BackwardScratch {
   float* dvalues = nullptr;  // [block_k][dvalue_stride]
   float* slopes = nullptr;   // [block_k], of the softcap
   float* kept = nullptr;     // [block_k], of the dropout
-  float* staging = nullptr;  // rows on their way into the packs
+  float* staging = nullptr;  // rows on their way: four of K, or of dO and O each
 };
 
 // Lays the scratch out from base (64-byte aligned); returns the bytes it takes.
