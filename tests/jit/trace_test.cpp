@@ -79,12 +79,13 @@ TEST(Trace, ShowsEveryRoleOfAnEmulatedCta) {
     end[role] = begin + length;
     phases[role].insert(event.at("name"));
   }
-  ASSERT_EQ(phases.size(), 4u);
+  ASSERT_GE(phases.size(), 3u) << "the loading role and two warpgroups or more";
   EXPECT_EQ(phases[0], (std::set<std::string>{"tile", "wait for free memory", "copy"}));
-  for (const int role : {1, 2, 3}) {
+  for (const auto& [role, seen] : phases) {
+    if (role == 0) continue;
     for (const char* phase : {"tile", "wait for q", "wait for turn", "issue products",
                               "wait for scores", "softmax", "wait for output", "store"}) {
-      EXPECT_TRUE(phases[role].contains(phase)) << phase << " of role " << role;
+      EXPECT_TRUE(seen.contains(phase)) << phase << " of role " << role;
     }
   }
 }
