@@ -304,6 +304,8 @@ BwdConfig choose_backward(const Problem& p, const Gradients& g, std::string_view
     choose_backward_sm100(c, p);
   } else {
     c.split_columns = !core::fits_whole_columns(c);
+    // Measured on an H200: 9 to 11 % faster at 64 columns, 1 to 2 % slower at 128.
+    c.dq_apart = core::fits_dq_apart(c) && std::max(p.head_dim, p.head_dim_v) <= 64;
     // Measured: dq of 256 columns leaves faster so, that of fewer slower.
     c.direct_dq = p.head_dim > 192 && !c.deterministic;
   }
