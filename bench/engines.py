@@ -101,7 +101,7 @@ def make_inputs(case: Case, copies: int) -> Inputs:
     ks, vs = [[by_head(x) for _ in range(copies)] for x in (k, v)]
     if case.kv_by_head:
         views_k, views_v = [[x.transpose(0, 2, 1, 3) for x in xs] for xs in (ks, vs)]
-        return Inputs(case, q, views_k, views_v, ks, vs)
+        return Inputs(case, q, views_k, views_v, ks, vs, dout)
     return Inputs(case, q, copies_of(k, copies), copies_of(v, copies), ks, vs, dout)
 
 

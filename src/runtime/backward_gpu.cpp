@@ -429,14 +429,10 @@ BackwardKernels::BackwardKernels(Device& device, const BwdConfig& config,
     parts.insert(parts.end(), {BackwardPart::bias, BackwardPart::bias_sum});
   }
   for (const BackwardPart part : parts) {
-    CompileRequest request;
-    request.text = backward_text(config, part);
-    request.arch = device.properties().arch;
-    request.format = device.properties().image_format;
-    // A rare set of features that spills a few registers is slow, but right; the tests name it.
-    request.strict = false;
-    const CompileResult compiled = jit.compile(request);
-    kernels_[static_cast<std::size_t>(part)] = device.load(compiled.image->bytes, kernel_entry);
+    // Not strict: a rare set of features that spills a few registers is slow, but right; the tests
+    // name it.
+    kernels_[static_cast<std::size_t>(part)] =
+        load_kernel(device, jit, backward_text(config, part), false);
   }
 }
 

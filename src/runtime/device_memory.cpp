@@ -20,11 +20,7 @@ std::shared_ptr<runtime::Kernel> spin_kernel(runtime::Device& device) {
   source.call = "fovea::device::spin";
   source.params = "fovea::core::SpinParams";
   source.threads = core::spin_threads;
-  runtime::CompileRequest request;
-  request.text = runtime::kernel_text(source);
-  request.arch = device.properties().arch;
-  request.format = device.properties().image_format;
-  return device.load(runtime::default_jit().compile(request).image->bytes, runtime::kernel_entry);
+  return runtime::load_kernel(device, runtime::default_jit(), runtime::kernel_text(source));
 }
 
 runtime::Device& gpu(Device device) {
@@ -78,10 +74,7 @@ void DeviceMemory::download(void* target, std::size_t count) const {
 
 struct DeviceTimer::State {
   explicit State(Device device)
-      : owner(gpu(device)),
-        spin(spin_kernel(owner)),
-        begin(owner.create_event()),
-        end(owner.create_event()) {}
+      : owner(gpu(device)), begin(owner.create_event()), end(owner.create_event()) {}
   ~State() {
     owner.destroy(begin);
     owner.destroy(end);
@@ -89,7 +82,7 @@ struct DeviceTimer::State {
   State(const State&) = delete;
   State& operator=(const State&) = delete;
   runtime::Device& owner;
-  std::shared_ptr<runtime::Kernel> spin;
+  std::shared_ptr<runtime::Kernel> spin;  // compiled when it is first asked for
   runtime::Event begin;
   runtime::Event end;
 };
@@ -98,6 +91,7 @@ DeviceTimer::DeviceTimer(Device device) : state_(std::make_unique<State>(device)
 DeviceTimer::~DeviceTimer() = default;
 
 void DeviceTimer::give_head_start() {
+  if (!state_->spin) state_->spin = spin_kernel(state_->owner);
   runtime::LaunchConfig launch;
   launch.block.x = core::spin_threads;
   state_->owner.launch(*state_->spin, launch, std::as_bytes(std::span(&head_start, 1)));

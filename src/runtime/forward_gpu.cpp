@@ -237,8 +237,7 @@ ForwardKernel::ForwardKernel(Device& device, const ForwardConfig& config, Jit& j
   std::visit(
       [&](const auto& c) {
         if (!c.split) return;
-        request.text = combine_text(c.out_dtype);
-        combine_ = device.load(jit.compile(request).image->bytes, kernel_entry);
+        combine_ = load_kernel(device, jit, combine_text(c.out_dtype), !tolerates_spills);
       },
       config);
 }

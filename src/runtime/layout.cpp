@@ -79,11 +79,7 @@ CopyKernel::CopyKernel(Device& device, std::size_t element_bytes) : device_(devi
   source.call = text("fovea::device::copy_rows<", element_type(element_bytes), ">");
   source.params = "fovea::core::CopyParams";
   source.threads = core::copy_threads;
-  CompileRequest request;
-  request.text = kernel_text(source);
-  request.arch = device.properties().arch;
-  request.format = device.properties().image_format;
-  kernel_ = device.load(default_jit().compile(request).image->bytes, kernel_entry);
+  kernel_ = load_kernel(device, default_jit(), kernel_text(source));
 }
 
 void CopyKernel::run(const Tensor& from, const Tensor& to, Stream stream) const {

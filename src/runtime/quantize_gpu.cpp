@@ -125,11 +125,7 @@ Quantizer::Pass Quantizer::build(const core::Problem& p, const core::View& view,
   c.paged = &view != &p.q && p.is_paged();
   const auto load = [&](QuantizePass which) {
     c.pass = which;
-    CompileRequest request;
-    request.text = quantize_text(c);
-    request.arch = device_.properties().arch;
-    request.format = device_.properties().image_format;
-    return device_.load(jit.compile(request).image->bytes, kernel_entry);
+    return load_kernel(device_, jit, quantize_text(c));
   };
   if (what == Quantize::scales) {
     pass.write = load(QuantizePass::scales);

@@ -1,6 +1,10 @@
 #include "runtime/source.h"
 
 #include <stdexcept>
+#include <utility>
+
+#include "runtime/device.h"
+#include "runtime/jit.h"
 
 namespace fovea::runtime {
 
@@ -174,6 +178,15 @@ std::string kernel_text(const KernelSource& source) {
           "(const __grid_constant__ " + source.params + " params) {\n  " + source.call +
           "(params);\n}\n";
   return text;
+}
+
+std::shared_ptr<Kernel> load_kernel(Device& device, Jit& jit, std::string text, bool strict) {
+  CompileRequest request;
+  request.text = std::move(text);
+  request.arch = device.properties().arch;
+  request.format = device.properties().image_format;
+  request.strict = strict;
+  return device.load(jit.compile(request).image->bytes, kernel_entry);
 }
 
 }  // namespace fovea::runtime

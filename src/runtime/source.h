@@ -2,6 +2,7 @@
 // function each because an asm string must be a literal, and the entry point around the kernel.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -9,6 +10,10 @@
 #include "core/types.h"
 
 namespace fovea::runtime {
+
+class Device;
+class Jit;
+class Kernel;
 
 // A warpgroup product of 64 x n, fp32 accumulator; k is 16 for 16-bit and 32 for 8-bit types.
 struct WgmmaShape {
@@ -62,5 +67,9 @@ struct KernelSource {
 inline constexpr std::string_view kernel_entry = "fovea_kernel";
 
 std::string kernel_text(const KernelSource& source);
+
+// The kernel of such a text on the device, compiled for its architecture unless a cache has it.
+// Throws what Jit::compile() does.
+std::shared_ptr<Kernel> load_kernel(Device& device, Jit& jit, std::string text, bool strict = true);
 
 }  // namespace fovea::runtime

@@ -48,12 +48,7 @@ std::vector<std::string> test_devices() {
 }
 
 std::shared_ptr<runtime::Kernel> build_kernel(runtime::Device& device, const std::string& text) {
-  runtime::CompileRequest request;
-  request.text = text;
-  request.arch = device.properties().arch;
-  request.format = device.properties().image_format;
-  const runtime::CompileResult compiled = runtime::default_jit().compile(request);
-  return device.load(compiled.image->bytes, runtime::kernel_entry);
+  return runtime::load_kernel(device, runtime::default_jit(), text);
 }
 
 }  // namespace fovea::tests
