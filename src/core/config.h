@@ -59,7 +59,6 @@ struct FwdConfig {
   bool persistent = true;  // CTAs take tile after tile
   bool ping_pong = true;   // warpgroups take turns at issuing products
   bool overlap = true;     // scores of a tile and weights x values of the one before in flight
-  int32 q_stages = 1;      // of the ring of q tiles; 2: the next tile's come under this one's work
   int32 promote = 0;       // fp8: key tiles summed by the tensor cores alone (core/fp8.h); 0: all
   bool trace = false;      // one CTA writes a timeline
   bool operator==(const FwdConfig&) const = default;
@@ -96,7 +95,7 @@ constexpr int32 shared_bytes(const FwdConfig& c) {
   const int32 q = rows_of(c) * panels(c.head_dim) * row_bytes;
   const int32 step = c.tile_k * (panels(c.head_dim) + panels(c.head_dim_v)) * row_bytes;
   const int32 out = c.out_apart ? rows_of(c) * panels(c.head_dim_v) * row_bytes : 1024;
-  return c.q_stages * q + c.stages * step + out + 1024;
+  return q + c.stages * step + out + 1024;
 }
 
 inline constexpr int32 shared_limit_bytes = 232448;  // of a CTA on compute capability 9.0

@@ -20,7 +20,7 @@ struct Load {
   Plan& plan;
   const FwdParams& params;
   RingState<C.stages> k_state, v_state;
-  RingState<C.q_stages> q_state;
+  RingState<1> q_state;
   RingState<2> tile_state;
 
   // One thread acts for all. Pages are looked up and copied by a lane each.
@@ -41,17 +41,15 @@ struct Load {
           q_state, C.packed ? packed_rows * Plan::panels_qk * Plan::row_bytes : Plan::q_bytes);
 #pragma unroll
       for (int32 panel = 0; panel < Plan::panels_qk; ++panel) {
-        const SharedAddress target = shared_address(plan.q[0]) +
-                                     static_cast<uint32>(q_state.stage) * Plan::q_bytes +
-                                     panel * Plan::rows * Plan::row_bytes;
+        const SharedAddress target = shared_address(plan.q) + panel * Plan::rows * Plan::row_bytes;
         const int32 column = panel * core::panel_columns;
         const int32 row = tile.row_q + tile.q_begin;
         if constexpr (C.packed) {
-          tma_load(target, &params.q, plan.q_ring.full[q_state.stage],
+          tma_load(target, &params.q, plan.q_ring.full[0],
                    {column, 0, row, tile.head_kv, tile.batch_q}, once);
         } else {
-          tma_load(target, &params.q, plan.q_ring.full[q_state.stage],
-                   {column, row, tile.head, tile.batch_q}, once);
+          tma_load(target, &params.q, plan.q_ring.full[0], {column, row, tile.head, tile.batch_q},
+                   once);
         }
       }
     }
@@ -265,7 +263,7 @@ struct Gather {
   __forceinline__ void load_q(const FwdTile& tile) {
     const core::Rows& q = params.q_rows;
     copy_rows<Plan::rows, Plan::panels_qk>(
-        shared_address(plan.q[0]), q, params.head_dim, [&](int32 row) -> const uint16* {
+        shared_address(plan.q), q, params.head_dim, [&](int32 row) -> const uint16* {
           const FwdRow at = find_row<C>(params, tile, row);
           if (at.query >= tile.length_q) return nullptr;
           return q.data + tile.batch_q * q.stride[0] + (tile.row_q + at.query) * q.stride[1] +

@@ -19,14 +19,14 @@ struct FwdPlan {
   static constexpr uint32 k_bytes = C.tile_k * panels_qk * row_bytes;
   static constexpr uint32 v_bytes = C.tile_k * panels_v * row_bytes;
 
-  alignas(1024) uint8 q[C.q_stages][q_bytes];
+  alignas(1024) uint8 q[q_bytes];
   alignas(1024) uint8 k[C.stages][k_bytes];
   alignas(1024) uint8 v[C.stages][v_bytes];
   alignas(1024) uint8 out[C.out_apart ? rows * panels_v * row_bytes : 1024];
   // full: the loaders and the bytes; free: each computing warp.
   Ring<C.stages> k_ring;
   Ring<C.stages> v_ring;
-  Ring<C.q_stages> q_ring;
+  Ring<1> q_ring;
   Ring<2> tile_ring;  // full: 1 producer; free: each computing warp
   FwdTile tiles[2];
   [[no_unique_address]] TraceCounts<C.trace> trace;
@@ -50,9 +50,6 @@ struct FwdPlan {
   static_assert(!C.split || !C.has_sink, "the sink is added once, by the combining kernel");
   static_assert(C.source == Source::tma || C.ragged);
   static_assert(C.source != Source::gather || (!C.persistent && C.tile_k <= 128));
-  static_assert(C.q_stages == 1 || (C.q_stages == 2 && C.persistent));
-  static_assert(C.q_stages == 1 || C.out_apart || !C.tma_out,
-                "the next q is there while out leaves");
 
   // By one thread, before a barrier of the CTA.
   __forceinline__ void init_barriers() {

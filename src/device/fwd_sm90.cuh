@@ -41,7 +41,7 @@ struct Compute {
   const FwdParams& params;
   const int32 warpgroup;  // 0 based among the computing ones
   RingState<C.stages> k_state, v_state;
-  RingState<C.q_stages> q_state;
+  RingState<1> q_state;
   RingState<2> tile_state;
 
   static constexpr int32 query_steps = C.head_dim <= 64 ? C.head_dim / 16 : 1;
@@ -77,11 +77,7 @@ struct Compute {
 
   // -- Products. Each warp releases for itself: its wait covers its own part of a product.
 
-  __forceinline__ SharedAddress query_tile() const {
-    const SharedAddress first = shared_address(plan.q[0]);
-    if constexpr (C.q_stages == 1) return first;
-    return first + static_cast<uint32>(q_state.stage) * Plan::q_bytes;
-  }
+  __forceinline__ SharedAddress query_tile() const { return shared_address(plan.q); }
 
   // Products wait for descriptors that are computed between them, so those of q are computed once
   // and hidden from the compiler, which would do it again each time: all where they are few.
@@ -395,33 +391,15 @@ struct Compute {
 
   // -- Steps over key blocks
 
-  // The first block's weights, from its scores: of a row that has seen nothing before.
-  __forceinline__ void exponentiate_first(const FwdTile& tile) {
-    release_k();
-    const int32 block = tile.end - 1;
-    reference[0] = reference[1] = -infinity;
-    sum[0] = sum[1] = 0.0f;
-    transform(tile, block);
-    if (core::is_windowed(C) || block >= tile.full_end) mask(tile, block);
-    float factor[2];
-    exponentiate_exact(factor);
-  }
-
-  __forceinline__ void convert_first(const FwdTile& tile) {
-    convert(tile, tile.end - 1);
-    if (tile.count() > 1) clear_unseen_values(tile, tile.end - 1);
-  }
-
   __forceinline__ void clear_output() {
 #pragma unroll
     for (int32 i = 0; i < output_count; ++i) output[i] = 0.0f;
   }
 
-  // The first block: its scores alone.
+  // The first block: its scores alone, of rows that have seen nothing before.
   __forceinline__ void begin(const FwdTile& tile) {
     mark(TracePhase::query);
     plan.q_ring.wait_full(q_state);
-    if constexpr (C.q_stages > 1) find_query();
     take_turn();
     issue_scores();
     pass_turn();
@@ -430,8 +408,16 @@ struct Compute {
     wgmma_wait<0>();
     wgmma_hold(scores);
     mark(TracePhase::softmax);
-    exponentiate_first(tile);
-    convert_first(tile);
+    release_k();
+    const int32 block = tile.end - 1;
+    reference[0] = reference[1] = -infinity;
+    sum[0] = sum[1] = 0.0f;
+    transform(tile, block);
+    if (core::is_windowed(C) || block >= tile.full_end) mask(tile, block);
+    float factor[2];
+    exponentiate_exact(factor);
+    convert(tile, block);
+    if (tile.count() > 1) clear_unseen_values(tile, block);
   }
 
   __forceinline__ void settle_output() {
@@ -499,24 +485,16 @@ struct Compute {
 
   // -- Results
 
-  struct RowState {  // of a tile, when its last weights are known
-    float reference[2], sum[2];
-  };
-
-  __forceinline__ RowState row_state() const {
-    return {{reference[0], reference[1]}, {sum[0], sum[1]}};
-  }
-
   // Divides by the sum, writes the LSE. Gives the rows of this warp, a bit for each of its 16,
   // whose result is not finite although some of the values it met were not the row's to see.
-  __forceinline__ uint32 finish(const FwdTile& tile, const RowState& rows) {
+  __forceinline__ uint32 finish(const FwdTile& tile) {
     float factor[2];
     bool alive[2];
 #pragma unroll
     for (int32 half = 0; half < 2; ++half) {
       const FwdRow row = row_of(tile, half);
-      const float seen = quad_sum(rows.sum[half]);  // of every lane: no branch around it
-      const RowTotal all = total_of<C>(params, row.head, rows.reference[half], seen);
+      const float seen = quad_sum(sum[half]);  // of every lane: no branch around it
+      const RowTotal all = total_of<C>(params, row.head, reference[half], seen);
       const bool used = row.query < tile.length_q;
       alive[half] = used && !(seen == 0.0f);
       factor[half] = all.share * reciprocal_approximate(all.total);
@@ -624,9 +602,9 @@ struct Compute {
     }
   }
 
-  __forceinline__ void store(const FwdTile& tile, const RowState& rows) {
+  __forceinline__ void store(const FwdTile& tile) {
     mark(TracePhase::store);
-    const uint32 broken = finish(tile, rows);
+    const uint32 broken = finish(tile);
     // Tiles of a packed tensor end where the next sequence begins.
     const int32 last = tile.q_begin + 64 * warpgroup + 16 * warp() + 16;
     if (C.tma_out && broken == 0 && (!C.ragged || last <= tile.capacity_q)) {
@@ -642,7 +620,9 @@ struct Compute {
 
   __forceinline__ void store_empty(const FwdTile& tile) {
     clear_output();
-    finish(tile, {{-infinity, -infinity}, {0.0f, 0.0f}});
+    reference[0] = reference[1] = -infinity;
+    sum[0] = sum[1] = 0.0f;
+    finish(tile);
     store_rows(tile);
   }
 
@@ -668,32 +648,7 @@ struct Compute {
     begin(tile);
     advance_all(tile);
     end(tile);
-    store(tile, row_state());
-  }
-
-  // From one tile to the next as from one block to the next: the first scores of that and the last
-  // output of this are in flight together, and one warpgroup stores while the other multiplies.
-  // Takes a second stage of q, and out apart from q.
-  __forceinline__ void pass_over(const FwdTile& tile, const FwdTile& next) {
-    release_q();
-    clear_unseen_values(tile, tile.begin);
-    mark(TracePhase::query);
-    plan.q_ring.wait_full(q_state);
-    find_query();
-    take_turn();
-    issue_scores();
-    issue_output();
-    pass_turn();
-    mark(TracePhase::scores);
-    wgmma_wait<1>();
-    wgmma_hold(scores);
-    mark(TracePhase::softmax);
-    const RowState rows = row_state();
-    exponentiate_first(next);
-    settle_output();
-    store(tile, rows);
-    clear_output();
-    convert_first(next);
+    store(tile);
   }
 
   __forceinline__ void release_tile() {
@@ -702,30 +657,8 @@ struct Compute {
     tile_state.advance();
   }
 
-  // This tile and those behind it, up to one without keys or the last. The ring holds two, so that
-  // the next is there to be seen before this one is let go of.
-  __forceinline__ void run_chain() {
-    begin(plan.tiles[tile_state.stage]);
-#pragma unroll 1
-    while (true) {
-      const FwdTile& tile = plan.tiles[tile_state.stage];
-      advance_all(tile);
-      RingState<2> next_state = tile_state;
-      next_state.advance();
-      mark(TracePhase::tile);
-      plan.tile_ring.wait_full(next_state);
-      const FwdTile& next = plan.tiles[next_state.stage];
-      if (next.last != 0 || next.count() == 0) break;
-      pass_over(tile, next);
-      release_tile();
-    }
-    const FwdTile& tile = plan.tiles[tile_state.stage];
-    end(tile);
-    store(tile, row_state());
-  }
-
   __forceinline__ void run() {
-    if constexpr (C.q_stages == 1) find_query();
+    find_query();
     if (C.ping_pong && warpgroup == C.warpgroups - 1) {
       named_barrier_arrive<256>(Plan::turn_barrier);
     }
@@ -737,8 +670,6 @@ struct Compute {
       if (tile.last != 0) break;
       if (tile.count() == 0) {
         store_empty(tile);
-      } else if constexpr (C.q_stages > 1) {
-        run_chain();
       } else {
         run_tile(tile);
       }
@@ -772,7 +703,7 @@ __device__ void fwd(const FwdParams& params) {
   if constexpr (C.packed) {
     // Rows that stand for no query are never loaded, but multiplied.
     for (uint32 i = 16 * threadIdx.x; i < sizeof(plan.q); i += 16 * blockDim.x) {
-      store_shared_x4(shared_address(plan.q[0]) + i, uint4{0, 0, 0, 0});
+      store_shared_x4(shared_address(plan.q) + i, uint4{0, 0, 0, 0});
     }
     fence_proxy_async_shared();
   }

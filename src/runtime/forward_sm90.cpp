@@ -139,7 +139,6 @@ std::string forward_expression(const FwdConfig& c) {
   text.flag("persistent", c.persistent);
   text.flag("ping_pong", c.ping_pong);
   text.flag("overlap", c.overlap);
-  text.number("q_stages", c.q_stages);
   text.number("promote", c.promote);
   if (c.trace) text.flag("trace", c.trace);
   return text.value();

@@ -41,15 +41,14 @@ struct Field {
   }
 };
 
-constexpr std::array<Field<FwdConfig>, 8> fields_of(const FwdConfig*) {
+constexpr std::array<Field<FwdConfig>, 7> fields_of(const FwdConfig*) {
   return {{{"warpgroups", &FwdConfig::warpgroups},
            {"tile_k", &FwdConfig::tile_k},
            {"stages", &FwdConfig::stages},
            {"out_apart", nullptr, &FwdConfig::out_apart, 0, 1},
            {"persistent", nullptr, &FwdConfig::persistent, 0, 1},
            {"ping_pong", nullptr, &FwdConfig::ping_pong, 0, 1},
-           {"overlap", nullptr, &FwdConfig::overlap, 0, 1},
-           {"q_stages", &FwdConfig::q_stages, nullptr, 1, 2}}};
+           {"overlap", nullptr, &FwdConfig::overlap, 0, 1}}};
 }
 
 constexpr std::array<Field<Fwd100Config>, 9> fields_of(const Fwd100Config*) {
@@ -109,11 +108,6 @@ std::string objection(const FwdConfig& c) {
   if (c.stages < 2 || c.stages > 8) return "it has 2 to 8 stages";
   if (core::is_eight_bit(c.dtype)) return objection_in_eight_bits(c);
   if (!c.out_apart && c.head_dim < c.head_dim_v) return "out does not fit where q was";
-  if (c.q_stages < 1 || c.q_stages > 2) return "it has 1 or 2 stages of q";
-  if (c.q_stages == 2 && !c.persistent) return "a CTA with one tile needs one stage of q";
-  if (c.q_stages == 2 && c.tma_out && !c.out_apart) {
-    return "with 2 stages of q the next is there while out leaves, so out_apart is 1";
-  }
   const int32 bytes = core::shared_bytes(c);
   if (bytes > core::shared_limit_bytes) {
     return text("it needs ", bytes, " bytes of shared memory of ", core::shared_limit_bytes);

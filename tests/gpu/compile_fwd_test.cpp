@@ -46,9 +46,7 @@ std::vector<Variant> variants() {
                                {"gathered_d144", gathered(144, 144, 80)},
                                {"gathered_d128_packed", gathered(128, 128, 112)},
                                {"gathered_d16_256", gathered(16, 256, 64)},
-                               {"paged_d64_split", base(64, 64, 128)},
-                               {"queries_ahead_d128", base(128, 128, 128)},
-                               {"queries_ahead_d128_causal", base(128, 128, 128)}};
+                               {"paged_d64_split", base(64, 64, 128)}};
   list[1].config.out_apart = false;
   list[2].config.chunked = list[2].config.packed = true;
   list[2].config.bound_left = list[2].config.bound_right = true;
@@ -58,8 +56,6 @@ std::vector<Variant> variants() {
   paged.source = Source::paged;
   paged.bound_left = paged.ragged = paged.packed = paged.split = true;
   paged.tma_out = false;
-  list[5].config.q_stages = list[6].config.q_stages = 2;
-  list[6].config.bound_right = true;
   return list;
 }
 
