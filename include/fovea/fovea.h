@@ -167,7 +167,8 @@ void fovea_plan_destroy(fovea_plan* plan); /* null is ignored */
 fovea_status fovea_plan_workspace_bytes(const fovea_plan* plan, size_t* bytes);
 
 /* statistics may be null. A plan may run in several threads at once, each with its own workspace.
- * With device memory, workspace is device memory and the call returns before the work is done. */
+ * With device memory, workspace is device memory and the call returns before the work is done, but
+ * for statistics it waits. */
 fovea_status fovea_plan_run(const fovea_plan* plan, const fovea_problem* problem, void* workspace,
                             size_t workspace_bytes, fovea_statistics* statistics);
 

@@ -282,6 +282,11 @@ std::size_t statistics_size(const fovea_statistics* statistics) {
   return checked_size("statistics", statistics, offsetof(fovea_statistics, tiles_partial));
 }
 
+// Null where the caller wants no counts: a GPU's are read back, and that waits for the stream.
+fovea::Statistics* asked_for(const fovea_statistics* statistics, fovea::Statistics& counts) {
+  return statistics == nullptr ? nullptr : &counts;
+}
+
 void write_statistics(fovea_statistics* target, std::size_t size, const fovea::Statistics& from) {
   if (target == nullptr) return;
   export_structure("statistics", target, size,
@@ -393,7 +398,7 @@ fovea_status fovea_plan_run(const fovea_plan* plan, const fovea_problem* problem
     const std::size_t size = statistics_size(statistics);
     fovea::Statistics counts;
     plan->plan.run(to_problem(problem), {static_cast<std::byte*>(workspace), workspace_bytes},
-                   &counts);
+                   asked_for(statistics, counts));
     write_statistics(statistics, size, counts);
   });
 }
@@ -411,7 +416,7 @@ fovea_status fovea_attention(const fovea_problem* problem, const fovea_options* 
   return guarded([&] {
     const std::size_t size = statistics_size(statistics);
     fovea::Statistics counts;
-    fovea::attention(to_problem(problem), to_options(options), &counts);
+    fovea::attention(to_problem(problem), to_options(options), asked_for(statistics, counts));
     write_statistics(statistics, size, counts);
   });
 }

@@ -4,12 +4,14 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <functional>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "fovea/fovea.h"
 #include "tests/device_call.h"
 #include "tests/tolerance.h"
 
@@ -249,6 +251,55 @@ TEST(GpuSizes, NothingAtAll) {
   keyless.device = gpu();
   keyless.run();
   keyless.expect_matches_oracle();
+}
+
+// Counting costs a wait for the stream; where it is not asked for, its words are not even cleared.
+TEST(GpuPlan, CountsThroughTheCInterfaceOnlyWhenAsked) {
+  Call call(bf16_case("counts"));
+  DeviceCall there(call, gpu());
+  runtime::Device& device = runtime::shared_device(gpu());
+  fovea_problem problem;
+  ASSERT_EQ(fovea_problem_init(&problem, sizeof problem), FOVEA_OK);
+  const auto view = [](const Tensor& tensor) {
+    fovea_tensor result{tensor.data, static_cast<fovea_dtype>(tensor.dtype), 1, {}, {}};
+    std::ranges::copy(tensor.shape, result.shape);
+    std::ranges::copy(tensor.stride, result.stride);
+    return result;
+  };
+  problem.q = view(there.problem.q);
+  problem.k = view(there.problem.k);
+  problem.v = view(there.problem.v);
+  problem.out = view(there.problem.out);
+  problem.lse = view(there.problem.lse);
+  problem.causal = 1;
+  problem.memory = FOVEA_MEMORY_DEVICE;
+  fovea_options options;
+  ASSERT_EQ(fovea_options_init(&options, sizeof options), FOVEA_OK);
+  options.device = static_cast<fovea_device>(gpu());
+  fovea_plan* chosen = nullptr;
+  ASSERT_EQ(fovea_plan_create(&problem, &options, &chosen), FOVEA_OK) << fovea_last_error();
+  std::size_t bytes = 0;
+  ASSERT_EQ(fovea_plan_workspace_bytes(chosen, &bytes), FOVEA_OK);
+  const auto bytes_written = [&](fovea_statistics* statistics) {
+    const runtime::DeviceBuffer workspace(device, bytes);
+    device.fill(workspace.address(), 0xab, bytes);
+    EXPECT_EQ(fovea_plan_run(chosen, &problem, reinterpret_cast<void*>(workspace.address()), bytes,
+                             statistics),
+              FOVEA_OK)
+        << fovea_last_error();
+    std::vector<std::uint8_t> after(bytes);
+    device.synchronize();
+    device.copy_to_host(after.data(), workspace.address(), bytes);
+    device.synchronize();
+    return std::ranges::count_if(after, [](std::uint8_t byte) { return byte != 0xab; });
+  };
+  fovea_statistics statistics;
+  ASSERT_EQ(fovea_statistics_init(&statistics, sizeof statistics), FOVEA_OK);
+  constexpr std::ptrdiff_t counter_bytes = 2 * sizeof(std::uint64_t);
+  EXPECT_EQ(bytes_written(&statistics) - bytes_written(nullptr), counter_bytes);
+  fovea_plan_destroy(chosen);
+  there.fetch();
+  call.expect_matches_oracle();
 }
 
 // The driver's functions for graphs, which the library itself does not use.
