@@ -378,6 +378,7 @@ std::vector<std::string> products(const BwdConfig& c) {
 }
 
 struct PartText {
+  const char* name;
   const char* include;
   const char* function;
   int threads;
@@ -385,14 +386,15 @@ struct PartText {
 
 // In the order of BackwardPart.
 constexpr PartText part_texts[backward_parts] = {
-    {"device/bwd_rows.cuh", "bwd_prepare", core::row_threads},
-    {"device/bwd_sm90.cuh", "bwd", core::backward_threads},
-    {"device/bwd_rows.cuh", "bwd_finish", core::row_threads},
-    {"device/bwd_rows.cuh", "bwd_sink", core::sink_threads},
-    {"device/bwd_bias.cuh", "bwd_bias", core::bias_threads},
-    {"device/bwd_bias.cuh", "bwd_bias_sum", core::bias_threads}};
+    {"prepare", "device/bwd_rows.cuh", "bwd_prepare", core::row_threads},
+    {"main_sm90", "device/bwd_sm90.cuh", "bwd", core::backward_threads},
+    {"finish", "device/bwd_rows.cuh", "bwd_finish", core::row_threads},
+    {"sink", "device/bwd_rows.cuh", "bwd_sink", core::sink_threads},
+    {"bias", "device/bwd_bias.cuh", "bwd_bias", core::bias_threads},
+    {"bias_sum", "device/bwd_bias.cuh", "bwd_bias_sum", core::bias_threads}};
 
-constexpr PartText main_sm100{"device/bwd_sm100.cuh", "bwd_sm100", core::backward_threads_sm100};
+constexpr PartText main_sm100{"main_sm100", "device/bwd_sm100.cuh", "bwd_sm100",
+                              core::backward_threads_sm100};
 
 const PartText& text_of(const BwdConfig& c, BackwardPart part) {
   if (c.tensor_memory && part == BackwardPart::main) return main_sm100;
@@ -405,6 +407,8 @@ std::string backward_text(const BwdConfig& c, BackwardPart part) {
   KernelSource source;
   source.params = "fovea::core::BwdParams";
   const PartText& text = text_of(c, part);
+  source.name =
+      "backward_" + std::string(text.name) + "_" + operand_name(c.dtype, c.head_dim, c.head_dim_v);
   source.include = text.include;
   source.threads = text.threads;
   if (part == BackwardPart::main) {

@@ -16,6 +16,7 @@ constexpr core::SpinParams head_start{500'000};
 
 std::shared_ptr<runtime::Kernel> spin_kernel(runtime::Device& device) {
   runtime::KernelSource source;
+  source.name = "spin";
   source.include = "device/spin.cuh";
   source.call = "fovea::device::spin";
   source.params = "fovea::core::SpinParams";

@@ -153,6 +153,7 @@ namespace {
 
 std::string text_of(const FwdConfig& config) {
   KernelSource source;
+  source.name = "forward_sm90_" + operand_name(config.dtype, config.head_dim, config.head_dim_v);
   source.include = "device/fwd_fp8_sm90.cuh";
   source.instructions = {
       wgmma_text({.n = config.tile_k, .a = config.dtype, .b = config.dtype}, "fwd_scores"),
@@ -198,7 +199,7 @@ ForwardFp8Kernel::ForwardFp8Kernel(Device& device, const ForwardConfig& config, 
   request.format = device.properties().image_format;
   request.strict = !tolerates_spills;
   compiled_ = jit.compile(request);
-  kernel_ = device.load(compiled_.image->bytes, kernel_entry);
+  kernel_ = device.load(compiled_.image->bytes, kernel_name(request.text));
 }
 
 void ForwardFp8Kernel::run(const ForwardCall& call, const Fp8Operands& operands,

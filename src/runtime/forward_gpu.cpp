@@ -233,7 +233,7 @@ ForwardKernel::ForwardKernel(Device& device, const ForwardConfig& config, Jit& j
   request.format = device.properties().image_format;
   request.strict = !tolerates_spills;
   compiled_ = jit.compile(request);
-  kernel_ = device.load(compiled_.image->bytes, kernel_entry);
+  kernel_ = device.load(compiled_.image->bytes, kernel_name(request.text));
   std::visit(
       [&](const auto& c) {
         if (!c.split) return;

@@ -180,6 +180,7 @@ std::vector<std::string> forward_instructions_sm100() {
 
 std::string forward_text(const Fwd100Config& c) {
   KernelSource source;
+  source.name = "forward_sm100_" + operand_name(c.dtype, c.head_dim, c.head_dim_v);
   source.include = "device/fwd_sm100.cuh";
   source.instructions = forward_instructions_sm100();
   source.call = "fovea::device::fwd<" + forward_expression(c) + ">";

@@ -146,6 +146,7 @@ std::string forward_expression(const FwdConfig& c) {
 
 std::string forward_text(const FwdConfig& config) {
   KernelSource source;
+  source.name = "forward_sm90_" + operand_name(config.dtype, config.head_dim, config.head_dim_v);
   source.include = "device/fwd_sm90.cuh";
   source.instructions = {
       wgmma_text({.n = config.tile_k, .a = config.dtype, .b = config.dtype}, "fwd_scores"),
@@ -162,10 +163,13 @@ std::string forward_text(const FwdConfig& config) {
 }
 
 std::string combine_text(DType out_dtype) {
-  const char* name = out_dtype == DType::bf16 ? "bf16" : out_dtype == DType::f16 ? "f16" : "f32";
+  const std::string type = out_dtype == DType::bf16  ? "bf16"
+                           : out_dtype == DType::f16 ? "f16"
+                                                     : "f32";
   KernelSource source;
+  source.name = "combine_" + type;
   source.include = "device/combine.cuh";
-  source.call = "fovea::device::combine<fovea::core::DType::" + std::string(name) + ">";
+  source.call = "fovea::device::combine<fovea::core::DType::" + type + ">";
   source.params = "fovea::core::CombineParams";
   source.threads = core::combine_threads;
   return kernel_text(source);

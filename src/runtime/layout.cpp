@@ -75,6 +75,7 @@ std::size_t dense_rows_bytes(const Tensor& tensor) {
 
 CopyKernel::CopyKernel(Device& device, std::size_t element_bytes) : device_(device) {
   KernelSource source;
+  source.name = text("copy_rows_", 8 * element_bytes);
   source.include = "device/copy.cuh";
   source.call = text("fovea::device::copy_rows<", element_type(element_bytes), ">");
   source.params = "fovea::core::CopyParams";

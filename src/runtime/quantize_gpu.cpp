@@ -83,6 +83,8 @@ Value* pointer_to(DeviceAddress address) {
 std::string quantize_text(const QuantizeConfig& c) {
   const auto flag = [](bool value) { return value ? "true" : "false"; };
   KernelSource source;
+  source.name = "quantize_" + std::string(text_of(c.pass)) + "_" + std::string(text_of(c.dtype)) +
+                "_to_" + std::string(text_of(c.to));
   source.include = "device/quantize.cuh";
   source.call =
       "fovea::device::quantize<fovea::core::QuantizeConfig{.dtype = fovea::core::DType::" +

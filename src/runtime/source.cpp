@@ -1,5 +1,6 @@
 #include "runtime/source.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
@@ -162,6 +163,12 @@ std::string tcgen05_store_text(int words) {
          " : \"memory\");\n}\n";
 }
 
+std::string operand_name(DType dtype, int head_dim, int head_dim_v) {
+  std::string text = std::string(type_name(dtype)) + "_d" + std::to_string(head_dim);
+  if (head_dim_v != head_dim) text += "_" + std::to_string(head_dim_v);
+  return text;
+}
+
 std::string kernel_text(const KernelSource& source) {
   std::string text;
   if (!source.instructions.empty()) {
@@ -174,19 +181,29 @@ std::string kernel_text(const KernelSource& source) {
   text += "#include \"" + source.include + "\"\n";
   // With the CTAs per multiprocessor: setmaxnreg needs a register count fixed at entry.
   text += "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(source.threads) +
-          ", " + std::to_string(source.ctas) + ")\n" + std::string(kernel_entry) +
+          ", " + std::to_string(source.ctas) + ")\nfovea_" + source.name +
           "(const __grid_constant__ " + source.params + " params) {\n  " + source.call +
           "(params);\n}\n";
   return text;
 }
 
+std::string kernel_name(std::string_view text) {
+  constexpr std::string_view bounds = "__launch_bounds__";
+  std::size_t from = text.find("__global__");
+  if (const std::size_t at = text.find(bounds, from); at < text.size()) from = text.find(')', at);
+  const std::size_t end = std::min(text.find('(', std::min(from, text.size())), text.size());
+  const std::size_t begin = text.find_last_of(" \n", end) + 1;
+  return std::string(text.substr(begin, end - begin));
+}
+
 std::shared_ptr<Kernel> load_kernel(Device& device, Jit& jit, std::string text, bool strict) {
+  const std::string name = kernel_name(text);
   CompileRequest request;
   request.text = std::move(text);
   request.arch = device.properties().arch;
   request.format = device.properties().image_format;
   request.strict = strict;
-  return device.load(jit.compile(request).image->bytes, kernel_entry);
+  return device.load(jit.compile(request).image->bytes, name);
 }
 
 }  // namespace fovea::runtime

@@ -55,6 +55,7 @@ std::string tcgen05_store_text(int words);
 
 // One kernel as a translation unit.
 struct KernelSource {
+  std::string name;                       // "forward_sm90_bf16_d128": how profilers list it
   std::string include;                    // file with the kernel: "device/fwd_sm90.cuh"
   std::vector<std::string> instructions;  // texts of the functions above that it calls
   std::string call;    // name of the device function to run: "fovea::device::fwd<FwdConfig{...}>"
@@ -63,10 +64,14 @@ struct KernelSource {
   int ctas = 1;        // that a multiprocessor must be able to hold: bounds their registers
 };
 
-// The name of every kernel that kernel_text() writes.
-inline constexpr std::string_view kernel_entry = "fovea_kernel";
+// "bf16_d128", "e4m3_d192_128": the part of a kernel's name that operands decide.
+std::string operand_name(core::DType dtype, int head_dim, int head_dim_v);
 
+// The kernel is called "fovea_" and the source's name.
 std::string kernel_text(const KernelSource& source);
+
+// The name of the one kernel that a text defines.
+std::string kernel_name(std::string_view text);
 
 // The kernel of such a text on the device, compiled for its architecture unless a cache has it.
 // Throws what Jit::compile() does.

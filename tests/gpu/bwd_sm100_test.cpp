@@ -358,7 +358,8 @@ TEST_P(BackwardFaults, AreReported) {
     return image;
   };
   const Gradients right = run(device, inputs, config);
-  const auto mutants = mutants_of(text, std::string(runtime::kernel_entry));
+  const auto mutants =
+      mutants_of(text, runtime::kernel_name(backward_text(config, runtime::BackwardPart::main)));
   // Every so many of them: all take minutes. FOVEA_TEST_SAMPLE=1 is all.
   const char* sample = std::getenv("FOVEA_TEST_SAMPLE");
   const std::size_t stride = sample != nullptr ? std::stoul(sample) : 9;

@@ -85,6 +85,7 @@ class Bench {
   }
 
   const std::string& original() const { return original_; }
+  std::string kernel_name() const { return runtime::kernel_name(runtime::forward_text(config_)); }
   bool right(std::size_t shape) const { return output_ == expected_[shape]; }
 
   // Whether the emulator has something to say.
@@ -158,7 +159,7 @@ FaultOutcome outcome_of(Bench& bench, const Mutant& mutant) {
 FaultTable break_kernel(Bench& bench, std::uint64_t share) {
   FaultTable table;
   std::mt19937_64 random(7);
-  for (const Mutant& mutant : mutants_of(bench.original(), std::string(runtime::kernel_entry))) {
+  for (const Mutant& mutant : mutants_of(bench.original(), bench.kernel_name())) {
     if (random() % share != 0) continue;
     const FaultOutcome outcome = outcome_of(bench, mutant);
     table.add(mutant.kind, outcome);

@@ -157,6 +157,22 @@ TEST(Source, NamesShapesByWhatTheyAre) {
   EXPECT_EQ(runtime::tcgen05_mma_name({true, true, 2}), "tcgen05_mma_f8f6f4_ts_cta2");
 }
 
+TEST(Source, NamesKernelsByWhatTheyDo) {
+  EXPECT_EQ(runtime::operand_name(core::DType::bf16, 128, 128), "bf16_d128");
+  EXPECT_EQ(runtime::operand_name(core::DType::e4m3, 192, 128), "e4m3_d192_128");
+  runtime::KernelSource source;
+  source.name = "combine_f16";
+  source.include = "device/combine.cuh";
+  source.call = "fovea::device::combine<fovea::core::DType::f16>";
+  source.params = "fovea::core::CombineParams";
+  source.threads = 128;
+  EXPECT_EQ(runtime::kernel_name(runtime::kernel_text(source)), "fovea_combine_f16");
+  EXPECT_EQ(runtime::kernel_name("extern \"C\" __global__ void one(float* p) { *p = (1); }"),
+            "one");
+  EXPECT_EQ(runtime::kernel_name("__global__ void __launch_bounds__(128, 1)\n  two(int i) {}"),
+            "two");
+}
+
 TEST(Source, RefusesShapesTheInstructionSetLacks) {
   using Fault = std::invalid_argument;
   using core::DType;
