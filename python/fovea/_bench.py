@@ -44,10 +44,12 @@ def bench(*options: str) -> Table:
     return Table(rows)
 
 
-def overhead(tensors: Any = None, repeat: int = 2000) -> Table:
+def overhead(tensors: Any = None, repeat: int = 500) -> Table:
     """Microseconds of a small call, from Python and from C++, and their difference.
 
     tensors: (q, k, v) of one library, (batch, seqlen, heads, head_dim); default one query, 16 keys.
+    On a GPU: of the calling thread, until the work is queued. repeat: calls in a row, which a
+    device's queue must hold.
     """
     import fovea
 
@@ -56,20 +58,31 @@ def overhead(tensors: Any = None, repeat: int = 2000) -> Table:
 
         tensors = tuple(numpy.ones((1, rows, 1, 64), "float32") for rows in (1, 16, 16))
     q, k, v = tensors
-    out = _libraries.library_of(q, "q").empty(q, q.shape)
+    library = _libraries.library_of(q, "q")
+    device = library.device(q)
+    out = library.empty(q, q.shape)
     nothing = (None,) * 10
+    stream = 0 if device is None else library.stream(device)
     call = _native.Call(
-        q, k, v, out, *nothing, 0, 0, None, False, -1, -1, 0.0, 0.0, 0, 0, 1, False, 0, False
+        q, k, v, out, *nothing, 0, 0, None, False, -1, -1, 0.0, 0.0, 0, 0, 1, False, stream, False
     )
     best_native = best_python = float("inf")
-    for _ in range(5):  # alternately, so that both see the same machine
-        best_native = min(best_native, _native.seconds_of_attention(call, repeat, 0))
+    for _ in range(10):  # alternately, so that both see the same machine
+        library.wait(device)
+        seconds = _native.seconds_of_attention(
+            call, repeat, lambda size: library.empty(q, (size,), "uint8")
+        )
+        best_native = min(best_native, seconds)
+        library.wait(device)
         start = time.perf_counter()
         for _ in range(repeat):
             fovea.flash_attn_func(q, k, v)
         best_python = min(best_python, (time.perf_counter() - start) / repeat)
-    microseconds = {"python": best_python * 1e6, "c++": best_native * 1e6}
-    return Table(
-        [{"tensors": type(q).__module__.split(".")[0], **microseconds,
-          "overhead": microseconds["python"] - microseconds["c++"]}]
-    )
+    row = {
+        "tensors": type(q).__module__.split(".")[0],
+        "device": "cpu" if device is None else "cuda",
+        "python": best_python * 1e6,
+        "c++": best_native * 1e6,
+        "overhead": (best_python - best_native) * 1e6,
+    }
+    return Table([row])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import operator
 from typing import Any
 
 from fovea import _libraries, _native
@@ -17,14 +17,24 @@ def window_bounds(window: Window) -> tuple[int, int]:
         left, right = window
     except (TypeError, ValueError):
         raise ValueError(f"window_size is {window!r}; it must be (left, right)") from None
-    left = -1 if left is None else left
-    right = -1 if right is None else right
+    left = -1 if left is None else _index(left)
+    right = -1 if right is None else _index(right)
     if left < -1 or right < -1:
         raise ValueError(
             f"window_size is {window!r}; each side must be -1 or None for unbounded, or the number "
             "of keys to see on that side"
         )
     return left, right
+
+
+def _index(bound: Any) -> Any:
+    """An int, as numpy and torch have them too; what torch.compile traces as an int stays that."""
+    if type(bound) is int:
+        return bound
+    try:
+        return operator.index(bound)
+    except TypeError:
+        raise TypeError(f"window_size holds {bound!r}; it must hold integers or None") from None
 
 
 def with_names(error: Exception, names: dict[str, str]) -> Exception:
@@ -35,18 +45,6 @@ def with_names(error: Exception, names: dict[str, str]) -> Exception:
 
 _descale_names = {"q_scale": "q_descale", "k_scale": "k_descale", "v_scale": "v_descale"}
 
-_plans: dict[Any, _native.Plan] = {}  # of GPU calls: a plan costs more than a launch
-_here = contextlib.nullcontext()
-
-
-def _on_device(library: _libraries.Library, device: int) -> Any:
-    """What makes the device the current one, as the native library expects."""
-    if library is _libraries._Torch:
-        cuda = _libraries.torch_backend.torch.cuda
-        return _here if cuda.current_device() == device else cuda.device(device)
-    import cupy
-
-    return cupy.cuda.Device(device)
 
 
 def native_attend(
@@ -87,33 +85,16 @@ def native_attend(
     lse = library.empty(q, lse_shape, "float32") if need_lse else None
     device = library.device(q)
     if device is None:
-        _native.attention(
-            _native.Call(q, k, v, out, lse, *tensors, *settings, 0, heads_first, *descales),
-            "auto", 0,
-        )
-    else:
-        stream = library.stream(device)
         call = _native.Call(
-            q, k, v, out, lse, *tensors, *settings, stream, heads_first, *descales
+            q, k, v, out, lse, *tensors, *settings, 0, heads_first, *descales
         )
-        # Places 8 and 9 of the settings are the dropout's seed and offset, which plans leave open.
-        key = (
-            device,
-            *(
-                None if t is None else (t.shape, t.dtype)
-                for t in (q, k, v, lse, *tensors, *descales)
-            ),
-            settings[:8], settings[10:], heads_first,
+        _native.attention(call)
+    else:
+        call = _native.Call(
+            q, k, v, out, lse, *tensors, *settings, library.stream(device), heads_first, *descales
         )
-        with _on_device(library, device):
-            plan = _plans.get(key)
-            if plan is None:
-                plan = _native.plan(call, "auto", 0)
-                if len(_plans) >= 1024:
-                    _plans.clear()
-                _plans[key] = plan
-            need = plan.workspace_bytes
-            plan.run(call, library.empty(q, (need,), "uint8") if need else None)
+        with library.current(device):
+            _native.attention(call, lambda size: library.empty(q, (size,), "uint8"))
     return library.finish(out, q), None if lse is None else library.finish(lse, q)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ class NoTensor:
 torch_tensor: type = NoTensor
 torch_backend: Any = None  # fovea._torch, once torch is there
 _seeds = random.Random()
+_here = contextlib.nullcontext()
 _ml_dtypes = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # which numpy has from there
 
 
@@ -83,6 +85,15 @@ class _Numpy:
         """The current stream of the device, where work goes."""
         return 0
 
+    @staticmethod
+    def current(device: int) -> Any:
+        """A context in which the device is the current one, as the native library expects."""
+        return _here
+
+    @staticmethod
+    def wait(device: int | None) -> None:
+        """Until the device has done what was queued."""
+
 
 class _Jax(_Numpy):
     @staticmethod
@@ -124,6 +135,18 @@ class _Cupy:
 
         return cupy.cuda.get_current_stream(device).ptr
 
+    @staticmethod
+    def current(device: int) -> Any:
+        import cupy
+
+        return cupy.cuda.Device(device)
+
+    @staticmethod
+    def wait(device: int | None) -> None:
+        import cupy
+
+        cupy.cuda.Device(device).synchronize()
+
 
 class _Torch:
     @staticmethod
@@ -145,6 +168,19 @@ class _Torch:
         import torch
 
         return torch._C._cuda_getCurrentRawStream(device)
+
+    @staticmethod
+    def current(device: int) -> Any:
+        import torch
+
+        return _here if torch._C._cuda_getDevice() == device else torch.cuda.device(device)
+
+    @staticmethod
+    def wait(device: int | None) -> None:
+        import torch
+
+        if device is not None:
+            torch.cuda.synchronize(device)
 
 
 Library = type[_Numpy] | type[_Jax] | type[_Cupy] | type[_Torch]

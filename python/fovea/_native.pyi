@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 class Call:
@@ -61,7 +62,7 @@ def plan_quantize(
     call: Call, dtype: str, scales: str, rotate: bool, seed: int
 ) -> QuantizePlan: ...
 def plan(call: Call, device: str, threads: int) -> Plan: ...
-def attention(call: Call, device: str, threads: int) -> None: ...
+def attention(call: Call, allocate: Callable[[int], Any] | None = None) -> None: ...
 def attention_backward(
     call: Call,
     dout: Any,
@@ -71,10 +72,11 @@ def attention_backward(
     dv: Any,
     dsink: Any,
     dbias: Any,
-    device: str,
-    threads: int,
+    allocate: Callable[[int], Any] | None = None,
 ) -> None: ...
-def seconds_of_attention(call: Call, repeat: int, threads: int) -> float: ...
+def seconds_of_attention(
+    call: Call, repeat: int, allocate: Callable[[int], Any] | None = None
+) -> float: ...
 def merge(outs: list[Any], lses: list[Any], out: Any, lse: Any, sink: Any) -> None: ...
 def append(
     k_cache: Any,

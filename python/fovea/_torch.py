@@ -93,8 +93,9 @@ def _backward_kernel(*arguments: Any) -> tuple[torch.Tensor, ...]:
     tensors, numbers = tuple(rest[:9]), tuple(rest[9:16])
     dropout_p, deterministic = rest[16:18]
     seed, offset = rng_state.tolist() if dropout_p else (0, 0)
-    device = _libraries._Torch.device(q)
-    stream = 0 if device is None else _libraries._Torch.stream(device)
+    library = _libraries._Torch
+    device = library.device(q)
+    stream = 0 if device is None else library.stream(device)
     call = _native.Call(
         q, k, v, out, lse, *tensors, *numbers, dropout_p, seed, offset, 0, deterministic, stream,
         False,
@@ -102,10 +103,14 @@ def _backward_kernel(*arguments: Any) -> tuple[torch.Tensor, ...]:
     gradients = _backward_fake(*arguments)
     dq, dk, dv, dsink, dbias = gradients
     need_dsink, need_dbias = rest[18:]
-    _native.attention_backward(
-        call, dout, dlse, dq, dk, dv, dsink if need_dsink else None,
-        dbias if need_dbias else None, "auto", 0,
-    )
+    results = (dq, dk, dv, dsink if need_dsink else None, dbias if need_dbias else None)
+    if device is None:
+        _native.attention_backward(call, dout, dlse, *results)
+    else:
+        with library.current(device):
+            _native.attention_backward(
+                call, dout, dlse, *results, lambda size: library.empty(q, (size,), "uint8")
+            )
     return gradients
 
 
@@ -241,6 +246,8 @@ def _converted(q: torch.Tensor, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         elif place >= 4:
             if not isinstance(tensor, torch.Tensor):
                 tensor = torch.as_tensor(tensor, dtype=torch.int32, device=q.device)
+            elif tensor.dtype is torch.int64 and tensor.is_cuda:
+                tensor = tensor.to(torch.int32)  # the CPU's are converted where they are checked
         elif place in _float32_arguments:
             tensor = tensor.to(torch.float32)
         elif place == 0 and tensor.dtype is not torch.float32:

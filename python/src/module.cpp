@@ -12,6 +12,7 @@
 #include "fovea/fp8.hpp"
 #include "python/array.h"
 #include "python/call.h"
+#include "python/device_call.h"
 #include "python/kv_cache.h"
 #include "tools/program.h"
 
@@ -36,25 +37,28 @@ Options to_options(const std::string& device, int threads) {
   return options;
 }
 
-void attention(const Call& call, const std::string& device, int threads) {
-  const Options options = to_options(device, threads);
+bool on_device(const Call& call) { return call.problem().memory == Memory::device; }
+
+// allocate: of a call on device memory alone.
+void attention(const Call& call, nb::handle allocate) {
+  if (on_device(call)) return attention_on_device(call, allocate);
   const nb::gil_scoped_release unlocked;
-  fovea::attention(call.problem(), options);
+  fovea::attention(call.problem());
 }
 
-// Seconds per call of fovea::attention() alone: what the benchmark takes off the time in Python.
-double seconds_of_attention(const Call& call, int repeat, int threads) {
-  const Options options = to_options("auto", threads);
+// Seconds per call from C++ alone: what the benchmark takes off the time in Python.
+double seconds_of_attention(const Call& call, int repeat, nb::handle allocate) {
+  if (on_device(call)) return seconds_of_launch(call, repeat, allocate);
   const nb::gil_scoped_release unlocked;
   const auto start = std::chrono::steady_clock::now();
-  for (int i = 0; i < repeat; ++i) fovea::attention(call.problem(), options);
+  for (int i = 0; i < repeat; ++i) fovea::attention(call.problem());
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
   return elapsed.count() / repeat;
 }
 
 void attention_backward(const Call& call, nb::handle dout, nb::handle dlse, nb::handle dq,
                         nb::handle dk, nb::handle dv, nb::handle dsink, nb::handle dbias,
-                        const std::string& device, int threads) {
+                        nb::handle allocate) {
   const struct {
     nb::handle object;
     const char* name;
@@ -80,9 +84,9 @@ void attention_backward(const Call& call, nb::handle dout, nb::handle dlse, nb::
     }
     gradients.*rows[i].field = call.tensor_like(rows[i].like, alive[i], rows[i].name);
   }
-  const Options options = to_options(device, threads);
+  if (on_device(call)) return attention_backward_on_device(call, gradients, allocate);
   const nb::gil_scoped_release unlocked;
-  fovea::attention_backward(call.problem(), gradients, options);
+  fovea::attention_backward(call.problem(), gradients);
 }
 
 // The shapes (codes, scales) of quantised q, k and v, as rows: (batch, seqlen, heads, head_dim) and
@@ -353,10 +357,11 @@ void bind(nb::module_& module) {
       .def("run", quantize, "call"_a, "tensors"_a, "workspace"_a.none());
   module.def("plan_quantize", plan_quantize, "call"_a, "dtype"_a, "scales"_a, "rotate"_a, "seed"_a);
   module.def("plan", plan, "call"_a, "device"_a, "threads"_a);
-  module.def("attention", attention, "call"_a, "device"_a, "threads"_a);
+  module.def("attention", attention, "call"_a, "allocate"_a.none() = nb::none());
   module.def("attention_backward", attention_backward, "call"_a, "dout"_a, "dlse"_a.none(), "dq"_a,
-             "dk"_a, "dv"_a, "dsink"_a.none(), "dbias"_a.none(), "device"_a, "threads"_a);
-  module.def("seconds_of_attention", seconds_of_attention, "call"_a, "repeat"_a, "threads"_a);
+             "dk"_a, "dv"_a, "dsink"_a.none(), "dbias"_a.none(), "allocate"_a.none() = nb::none());
+  module.def("seconds_of_attention", seconds_of_attention, "call"_a, "repeat"_a,
+             "allocate"_a.none() = nb::none());
   module.def("merge", merge, "outs"_a, "lses"_a, "out"_a, "lse"_a, "sink"_a.none());
   module.def("append", append, "k_cache"_a, "v_cache"_a, "k"_a, "v"_a, "cache_seqlens"_a,
              "block_table"_a, "cu_seqlens_k_new"_a.none(), "rotary_cos"_a.none(),

@@ -106,7 +106,7 @@ def test_tensors_freed_early():
     )
     gc.collect()
     junk = [np.full((1, 64, 4, 64), np.nan, np.float32) for _ in range(8)]
-    fovea._native.attention(call, "auto", 0)
+    fovea._native.attention(call)
     del call, junk
 
 

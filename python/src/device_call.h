@@ -1,0 +1,18 @@
+// Calls on tensors of a device: plans kept from call to call, workspaces from the caller's own
+// allocator, and nothing that waits.
+#pragma once
+
+#include "python/call.h"
+
+namespace fovea::python {
+
+// allocate(n) is Python's: a tensor of n bytes on q's device, which the call's stream may use at
+// once, and the next call's after it.
+void attention_on_device(const Call& call, nb::handle allocate);
+void attention_backward_on_device(const Call& call, const Gradients& gradients,
+                                  nb::handle allocate);
+
+// Seconds that Plan::run takes of the calling thread, of `repeat` runs.
+[[nodiscard]] double seconds_of_launch(const Call& call, int repeat, nb::handle allocate);
+
+}  // namespace fovea::python
