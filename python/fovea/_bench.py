@@ -34,6 +34,9 @@ def bench(*options: str) -> Table:
     import tempfile
     from pathlib import Path
 
+    for option in options:
+        if not isinstance(option, str):
+            raise TypeError(f"{option!r} is no option; each must be text, as in a shell")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "bench.json"
         status = _native.run_program(["bench", "--quiet", "--json", str(path), *options])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 from fovea import _libraries, _native
 from fovea._libraries import Array
+from fovea._options import flag, integer, real
 
 Window = tuple[int | None, int | None]
 
@@ -17,24 +17,14 @@ def window_bounds(window: Window) -> tuple[int, int]:
         left, right = window
     except (TypeError, ValueError):
         raise ValueError(f"window_size is {window!r}; it must be (left, right)") from None
-    left = -1 if left is None else _index(left)
-    right = -1 if right is None else _index(right)
+    left = -1 if left is None else integer(left, "window_size")
+    right = -1 if right is None else integer(right, "window_size")
     if left < -1 or right < -1:
         raise ValueError(
             f"window_size is {window!r}; each side must be -1 or None for unbounded, or the number "
             "of keys to see on that side"
         )
     return left, right
-
-
-def _index(bound: Any) -> Any:
-    """An int, as numpy and torch have them too; what torch.compile traces as an int stays that."""
-    if type(bound) is int:
-        return bound
-    try:
-        return operator.index(bound)
-    except TypeError:
-        raise TypeError(f"window_size holds {bound!r}; it must hold integers or None") from None
 
 
 def with_names(error: Exception, names: dict[str, str]) -> Exception:
@@ -127,14 +117,23 @@ def attend(
     descales: tuple[Array, ...] = (None, None, None),
 ) -> tuple[Array, Array]:
     """(out, lse). lse may be None unless needed. `names` renames arguments in errors."""
-    if not isinstance(causal, (bool, int)):
-        raise TypeError(f"causal is {causal!r}; it must be True or False")
     left, right = window_bounds(window)
     tensors = (
         bias, mask, sink, alibi, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table,
     )
-    numbers = (max_seqlen_q, max_seqlen_k, softmax_scale, bool(causal), left, right, softcap)
     try:
+        numbers = (
+            integer(max_seqlen_q, "max_seqlen_q"),
+            integer(max_seqlen_k, "max_seqlen_k"),
+            None if softmax_scale is None else real(softmax_scale, "softmax_scale"),
+            flag(causal, "causal"),
+            left,
+            right,
+            real(softcap, "softcap"),
+        )
+        dropout_p = real(dropout_p, "dropout_p")
+        num_splits = integer(num_splits, "num_splits", -(2**31), 2**31 - 1)
+        deterministic = flag(deterministic, "deterministic")
         if _libraries.is_torch(q) and not _libraries.is_fp8(q):
             return _libraries.torch_backend.attend(
                 q, k, v, tensors, numbers, dropout_p, num_splits, deterministic, need_lse

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fovea import _libraries, _native
-from fovea._core import Window, attend
-from fovea._libraries import Array
-from fovea._options import check_descales, chunk_mask, join_qv
+from fovea._core import Window, attend, with_names
+from fovea._libraries import Array, host_int32, library_of
+from fovea._options import check_descales, chunk_mask, integer, join_qv
 
 _names = {
     "window_left": "window_size",
@@ -66,7 +66,15 @@ def flash_attn_func(
     del pack_gqa, sm_margin
     descales = check_descales(q, q_descale, k_descale, v_descale)
     q, k, softmax_scale = join_qv(q, k, v, qv, softmax_scale)
-    mask = chunk_mask(attention_chunk, q, q.shape[1], k.shape[1]) if attention_chunk else None
+    mask = None
+    if attention_chunk:
+        for name, tensor in (("q", q), ("k", k)):
+            if library_of(tensor, name) and len(tensor.shape) != 4:
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)}; it must be "
+                    "(batch, seqlen, heads, head_dim)"
+                )
+        mask = chunk_mask(attention_chunk, q, q.shape[1], k.shape[1])
     need_lse = return_attn_probs or return_lse
     out, lse = attend(
         q, k, v, mask=mask, sink=learnable_sink, alibi=alibi_slopes, softmax_scale=softmax_scale,
@@ -189,6 +197,7 @@ def flash_attn_varlen_func(
         raise ValueError("block_table and page_table are two names of one argument; give one")
     if table is not None and cu_seqlens_k is not None:
         if seqused_k is None:
+            cu_seqlens_k = host_int32(cu_seqlens_k, q, "cu_seqlens_k")
             seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         cu_seqlens_k = None
     if table is not None:
@@ -276,6 +285,22 @@ def flash_attn_varlen_kvpacked_func(
     )
 
 
+_part_names = {
+    "parts[0].out": "out_partial", "parts[0].lse": "lse_partial", "result.out": "out",
+    "sink": "learnable_sink",
+}
+
+
+def _dtype_name(dtype: object) -> str | None:
+    """What numpy's, torch's and jax's dtypes, and names of them, are called."""
+    if dtype is None:
+        return None
+    name = getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"out_dtype is {dtype!r}; it must be float32, bfloat16 or float16")
+    return name
+
+
 def flash_attn_combine(
     out_partial: Array,
     lse_partial: Array,
@@ -294,6 +319,8 @@ def flash_attn_combine(
     Returns out (batch, seqlen, heads, head_dim_v) and lse (batch, seqlen, heads). A part with
     lse = -inf is neutral, whatever its out holds.
     """
+    library = library_of(out_partial, "out_partial")
+    library_of(lse_partial, "lse_partial")
     if len(out_partial.shape) != 5:
         raise ValueError(
             f"out_partial has shape {tuple(out_partial.shape)}; it must be "
@@ -304,24 +331,31 @@ def flash_attn_combine(
             f"lse_partial has shape {tuple(lse_partial.shape)}; it must be "
             f"{tuple(out_partial.shape[:4])}, that of out_partial without the last extent"
         )
+    if "float32" not in str(lse_partial.dtype):
+        raise ValueError(f"lse_partial has dtype {lse_partial.dtype}; it must be float32")
     _, batch, seqlen, heads, width = out_partial.shape
-    library = _libraries.library_of(out_partial, "out_partial")
+    shape = (batch, seqlen, heads, width)
     if out is None:
-        dtype = None if out_dtype is None else str(out_dtype).removeprefix("torch.")
-        out = library.empty(out_partial, (batch, seqlen, heads, width), dtype)
-    else:
-        _libraries.writable(out, "out")
+        out = library.empty(out_partial, shape, _dtype_name(out_dtype))
+    elif library_of(_libraries.writable(out, "out"), "out") and tuple(out.shape) != shape:
+        raise ValueError(
+            f"out has shape {tuple(out.shape)}; it must be {shape}, that of out_partial without the"
+            " splits"
+        )
     if _libraries.is_torch(out_partial) and out_partial.is_cuda:
         from fovea import _torch_device
 
         return out, _torch_device.combine(out_partial, lse_partial, out, learnable_sink)
     lse = library.empty(lse_partial, (batch, heads, seqlen), "float32")
     parts = range(out_partial.shape[0])
-    _native.merge(
-        [out_partial[i] for i in parts],
-        [lse_partial[i].swapaxes(1, 2) for i in parts],
-        out, lse, learnable_sink,
-    )
+    try:
+        _native.merge(
+            [out_partial[i] for i in parts],
+            [lse_partial[i].swapaxes(1, 2) for i in parts],
+            out, lse, learnable_sink,
+        )
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise with_names(error, _part_names) from None
     return library.finish(out, out_partial), library.finish(lse, out_partial).swapaxes(1, 2)
 
 
@@ -333,6 +367,7 @@ def get_scheduler_metadata(*args: object, **kwargs: object) -> None:
 
 def split_qkv(qkv: Array, heads_q: int | None, rank: int) -> tuple[Array, Array, Array]:
     """Views of q, k and v: of (..., 3, heads, dim) with `rank` dimensions, or of one fewer."""
+    library_of(qkv, "qkv")
     if heads_q is None:
         if len(qkv.shape) != rank or qkv.shape[-3] != 3:
             raise ValueError(
@@ -340,8 +375,10 @@ def split_qkv(qkv: Array, heads_q: int | None, rank: int) -> tuple[Array, Array,
                 f"{rank} dimensions"
             )
         return qkv[..., 0, :, :], qkv[..., 1, :, :], qkv[..., 2, :, :]
-    heads_kv, rest = divmod(qkv.shape[-2] - heads_q, 2)
-    if len(qkv.shape) != rank - 1 or rest or heads_kv < 1:
+    heads_q = integer(heads_q, "num_heads_q")
+    heads = qkv.shape[-2] if len(qkv.shape) == rank - 1 else 0
+    heads_kv, rest = divmod(heads - heads_q, 2)
+    if heads_q < 1 or rest or heads_kv < 1:
         raise ValueError(
             f"qkv has shape {tuple(qkv.shape)}; with num_heads_q={heads_q} it must be "
             "(..., heads + 2 * heads_kv, head_dim)"
@@ -351,6 +388,7 @@ def split_qkv(qkv: Array, heads_q: int | None, rank: int) -> tuple[Array, Array,
 
 
 def split_kv(kv: Array, rank: int) -> tuple[Array, Array]:
+    library_of(kv, "kv")
     if len(kv.shape) != rank or kv.shape[-3] != 2:
         raise ValueError(
             f"kv has shape {tuple(kv.shape)}; it must be (..., 2, heads_kv, head_dim) with {rank} "

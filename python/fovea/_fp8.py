@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from fovea import _libraries, _native
 from fovea._libraries import Array, host_int32
+from fovea._options import flag, integer, real
 
 
 class Quantized(NamedTuple):
@@ -49,13 +50,21 @@ def quantize_fp8(
     name = str(dtype).removeprefix("torch.").removeprefix("<class 'ml_dtypes.").removesuffix("'>")
     if name not in ("float8_e4m3fn", "float8_e5m2"):
         raise ValueError(f"dtype is {dtype}; it must be float8_e4m3fn or float8_e5m2")
+    if not isinstance(scales, str):
+        raise TypeError(f"scales is {scales!r}; it must be 'tensor', 'head' or 'block'")
     library = _libraries.library_of(q, "q")
+    _libraries.library_of(v, "v")
     if _libraries.is_fp8(q):
         raise ValueError(f"q has dtype {q.dtype}; it must be float32, bfloat16 or float16")
     device = library.device(q)
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
-    cu = [None if c is None else host_int32(c, q) for c in (cu_seqlens_q, cu_seqlens_k)]
+    else:
+        softmax_scale = real(softmax_scale, "softmax_scale")
+    cu = [
+        None if c is None else host_int32(c, q, which)
+        for which, c in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
+    ]
     out = library.empty(q, (*q.shape[:-1], v.shape[-1]))  # a call has one; it is not written
     settings: tuple[Any, ...] = (
         0, 0, softmax_scale, False, -1, -1, 0.0, 0.0, 0, 0, 0, False,
@@ -64,7 +73,9 @@ def quantize_fp8(
     call = _native.Call(
         q, k, v, out, None, None, None, None, None, *cu, None, None, None, *settings
     )
-    plan = _native.plan_quantize(call, name, scales, rotate, seed)
+    plan = _native.plan_quantize(
+        call, name, scales, flag(rotate, "rotate"), integer(seed, "seed", 0, 2**64 - 1)
+    )
     made = [library.empty(q, shape, name) for shape in plan.shapes[:3]]
     made += [library.empty(q, shape, "float32") for shape in plan.shapes[3:]]
     need = plan.workspace_bytes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fovea import _libraries, _native
 from fovea._core import Window, attend, window_bounds
-from fovea._libraries import Array, host_int32
-from fovea._options import check_descales, chunk_mask, join_qv
+from fovea._libraries import Array, host_int32, library_of
+from fovea._options import check_descales, chunk_mask, integer, join_qv
 
 _names = {
     "k": "k_cache",
@@ -85,6 +85,18 @@ def flash_attn_with_kvcache(
         raise ValueError("rotary_cos and rotary_sin belong together; give both or none")
     if (k is None) != (v is None):
         raise ValueError("k and v belong together; give both or none")
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        library_of(tensor, name)
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if len(tensor.shape) != 4:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; it must be (slots or pages, rows, "
+                "heads_kv, head_dim)"
+            )
+    if table is not None and library_of(table, "block_table") and len(table.shape) != 2:
+        raise ValueError(
+            f"block_table has shape {tuple(table.shape)}; it must be (batch, pages of a sequence)"
+        )
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     lengths = _lengths(cache_seqlens, batch, q)
     if lengths is None and (k is not None or rotary_cos is not None):
@@ -96,7 +108,8 @@ def flash_attn_with_kvcache(
             "which slot each one has"
         )
     if cache_batch_idx is not None:
-        slots = host_int32(cache_batch_idx, q)
+        slots = host_int32(cache_batch_idx, q, "cache_batch_idx")
+        _check_slots(slots, batch, (k_cache if table is None else table).shape[0])
         # A slot without a table is a page as long as the capacity.
         table = slots.reshape(-1, 1) if table is None else table[slots]
     if k is not None:
@@ -117,7 +130,7 @@ def flash_attn_with_kvcache(
         lengths = host_int32([table.shape[1] * k_cache.shape[1]] * batch, q)
     mask = _mask(q, k_cache, table, lengths, cu_seqlens_q, max_seqlen_q, attention_chunk)
     if cache_leftpad is not None:
-        visible = _behind_padding(cache_leftpad, _capacity(k_cache, table), q)
+        visible = _behind_padding(cache_leftpad, batch, _capacity(k_cache, table), q)
         mask = visible if mask is None else mask & visible
     out, lse = attend(
         q, keys, v_cache, mask=mask, sink=learnable_sink, alibi=alibi_slopes,
@@ -132,11 +145,31 @@ def flash_attn_with_kvcache(
 def _lengths(cache_seqlens: Array | int | None, batch: int, like: Array) -> Array:
     if cache_seqlens is None:
         return None
-    if isinstance(cache_seqlens, int):
-        return host_int32([cache_seqlens] * batch, like)
-    if len(cache_seqlens) != batch:
-        raise ValueError(f"cache_seqlens has {len(cache_seqlens)} entries but q {batch} sequences")
-    return host_int32(cache_seqlens, like)
+    if not hasattr(cache_seqlens, "__len__") or getattr(cache_seqlens, "shape", None) == ():
+        return host_int32([integer(cache_seqlens, "cache_seqlens")] * batch, like)
+    lengths = host_int32(cache_seqlens, like, "cache_seqlens")
+    if tuple(lengths.shape) != (batch,):
+        raise ValueError(
+            f"cache_seqlens has shape {tuple(lengths.shape)}; it must be ({batch},), one length for"
+            " each sequence of q"
+        )
+    return lengths
+
+
+def _check_slots(slots: Array, batch: int, count: int) -> None:
+    if tuple(slots.shape) != (batch,):
+        raise ValueError(
+            f"cache_batch_idx has shape {tuple(slots.shape)}; it must be ({batch},), one slot for "
+            "each sequence of q"
+        )
+    if _libraries.is_torch(slots) and (
+        slots.is_cuda or _libraries.torch_backend.torch.compiler.is_compiling()
+    ):
+        return  # whose values are not known yet
+    if batch and not 0 <= int(slots.min()) <= int(slots.max()) < count:
+        raise ValueError(
+            f"cache_batch_idx holds {slots.tolist()}; each must lie in 0..{count - 1}"
+        )
 
 
 def _new_keys(k: Array, cu_seqlens_k_new: Array) -> Array | int:
@@ -204,7 +237,7 @@ def _mask(
     )
 
 
-def _behind_padding(leftpad: Array, capacity: int, like: Array) -> Array:
+def _behind_padding(leftpad: Array, batch: int, capacity: int, like: Array) -> Array:
     """(batch, 1, 1, capacity): True from the first key that counts."""
     if _libraries.is_torch(like):
         import torch as namespace
@@ -214,5 +247,10 @@ def _behind_padding(leftpad: Array, capacity: int, like: Array) -> Array:
         import numpy as namespace
 
         key = namespace.arange(capacity)
-    first = host_int32(leftpad, like).reshape(-1, 1, 1, 1)
+    first = host_int32(leftpad, like, "cache_leftpad").reshape(-1, 1, 1, 1)
+    if first.shape[0] != batch:
+        raise ValueError(
+            f"cache_leftpad has {first.shape[0]} entries but q {batch} sequences; they must be "
+            "equal"
+        )
     return key.reshape(1, 1, 1, -1) >= first

@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from fovea import _libraries
-from fovea._libraries import Array
+from fovea._libraries import Array, library_of
+
+# Each takes what numpy and torch have for a number, too; what torch.compile traces as a number of
+# Python's stays that.
+
+
+def integer(value: Any, name: str, least: int = -(2**63), most: int = 2**63 - 1) -> int:
+    if type(value) is not int:
+        try:
+            value = operator.index(value)
+        except TypeError:
+            raise TypeError(f"{name} is {value!r}; it must be an integer") from None
+    if not least <= value <= most:
+        raise ValueError(f"{name} is {value}; it must lie in {least}..{most}")
+    return value
+
+
+def real(value: Any, name: str) -> float:
+    if type(value) is float or type(value) is int:
+        return value
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} is {value!r}; it must be a number")
+    return float(value)
+
+
+def flag(value: Any, name: str) -> bool:
+    if type(value) is bool:
+        return value
+    if not isinstance(value, int) and type(value).__name__ not in ("bool", "bool_"):
+        raise TypeError(f"{name} is {value!r}; it must be True or False")
+    return bool(value)
 
 
 def check_descales(q: Array, *descales: Array) -> tuple[Array, ...]:
     for name, descale in zip(("q_descale", "k_descale", "v_descale"), descales, strict=True):
-        if descale is not None and not _libraries.is_fp8(q):
+        if descale is not None and library_of(q, "q") and not _libraries.is_fp8(q):
             raise ValueError(f"{name} belongs to fp8 inputs, and q has dtype {q.dtype}")
     return descales
 
@@ -39,10 +70,18 @@ def join_qv(
     """(q, k, softmax_scale) whose scores are q k + qv v. Copies q and k when there is a qv."""
     if qv is None:
         return q, k, softmax_scale
-    if not hasattr(qv, "shape") or tuple(qv.shape) != (*q.shape[:-1], v.shape[-1]):
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("qv", qv)):
+        library_of(tensor, name)
+    expected = (*q.shape[:-1], v.shape[-1])
+    if tuple(qv.shape) != expected:
         raise ValueError(
-            f"qv has shape {tuple(getattr(qv, 'shape', ()))}; it must be "
-            f"{(*q.shape[:-1], v.shape[-1])}, that of q with the head dimension of v"
+            f"qv has shape {tuple(qv.shape)}; it must be {expected}, that of q with the head "
+            "dimension of v"
+        )
+    if tuple(k.shape[:-1]) != tuple(v.shape[:-1]):
+        raise ValueError(
+            f"v has shape {tuple(v.shape)} but k {tuple(k.shape)}; all but the last extents must "
+            "be equal"
         )
     if softmax_scale is None:
         softmax_scale = (q.shape[-1] + v.shape[-1]) ** -0.5
@@ -67,7 +106,7 @@ def chunk_mask(
     table: Array = None,
 ) -> Array:
     """(batch or 1, 1, rows, keys): True where a key lies in the chunk of the query's position."""
-    if chunk < 0:
+    if integer(chunk, "attention_chunk") < 0:
         raise ValueError(f"attention_chunk is {chunk}; it must be positive, or 0 for none")
     if table is not None:
         keys = keys * table.shape[1] if cu_seqlens_k is None else keys

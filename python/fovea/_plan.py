@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from fovea import _libraries, _native
-from fovea._core import Window, window_bounds
+from fovea._core import Window, window_bounds, with_names
 from fovea._libraries import Array
+from fovea._options import flag, integer, real
 
 _tensors = ("q", "k", "v", "out", "lse", "bias", "mask", "sink", "alibi")
 _lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table")
@@ -24,6 +25,10 @@ _defaults: dict[str, Any] = {
     "deterministic": False,
     "layout": "bshd",
 }
+
+
+_names = {"options.threads": "threads", "window_left": "window_size", "window_right": "window_size",
+          "dropout.probability": "dropout_p"}
 
 
 def _stream(q: Array) -> int:
@@ -46,21 +51,22 @@ def _call(arguments: dict[str, Any]) -> _native.Call:
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout is {layout!r}; it must be 'bshd' or 'bhsd'")
     left, right = window_bounds(options["window_size"])
+    scale = options["softmax_scale"]
     return _native.Call(
         *(arguments.get(name) for name in _tensors),
         *(arguments.get(name) for name in _lengths),
-        options["max_seqlen_q"],
-        options["max_seqlen_k"],
-        options["softmax_scale"],
-        options["causal"],
+        integer(options["max_seqlen_q"], "max_seqlen_q"),
+        integer(options["max_seqlen_k"], "max_seqlen_k"),
+        None if scale is None else real(scale, "softmax_scale"),
+        flag(options["causal"], "causal"),
         left,
         right,
-        options["softcap"],
-        options["dropout_p"],
-        options["dropout_seed"],
-        options["dropout_offset"],
-        options["num_splits"],
-        options["deterministic"],
+        real(options["softcap"], "softcap"),
+        real(options["dropout_p"], "dropout_p"),
+        integer(options["dropout_seed"], "dropout_seed", 0, 2**64 - 1),
+        integer(options["dropout_offset"], "dropout_offset", 0, 2**64 - 1),
+        integer(options["num_splits"], "num_splits", -(2**31), 2**31 - 1),
+        flag(options["deterministic"], "deterministic"),
         _stream(arguments["q"]),
         layout == "bhsd",
     )
@@ -70,8 +76,14 @@ class Plan:
     """A validated call with its chosen configuration; plan() makes it."""
 
     def __init__(self, arguments: dict[str, Any], device: str, threads: int) -> None:
+        if not isinstance(device, str):
+            raise TypeError(f"device is {device!r}; it must be text, as 'auto' or 'cpu'")
         self._arguments = arguments
-        self._plan = _native.plan(_call(arguments), device, threads)
+        threads = integer(threads, "threads", -(2**31), 2**31 - 1)
+        try:
+            self._plan = _native.plan(_call(arguments), device, threads)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise with_names(error, _names) from None
 
     @property
     def workspace_bytes(self) -> int:
@@ -119,7 +131,7 @@ def plan(
     k, v: likewise, or (pages, page_size, heads_kv, head_dim) with block_table and seqused_k
     out: as q, with the head dimension of v
     lse: (batch, heads, seqlen_q) or (heads, total_q), float32
-    device: "auto", "cpu", "cuda", "emulated:sm_90a" or "emulated:sm_100a"
+    device: "auto", "cpu", "cuda", "emulated:sm_90a", "emulated:sm_100a" or "emulated:sm_103a"
     threads: of a CPU run; 0 takes the default
 
     Further keywords: bias, mask (batch, heads, seqlen_q, seqlen_k; 1 broadcasts), sink (heads),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fovea import _libraries
 from fovea._core import attend
-from fovea._libraries import Array
+from fovea._libraries import Array, library_of
+from fovea._options import flag
 
 _names = {
     "q": "query",
@@ -39,6 +40,11 @@ def sdpa(
 
     Returns (..., heads, seqlen_q, head_dim_v). A row that sees no key is 0.
     """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        library_of(tensor, name)
+    if attn_mask is not None:
+        library_of(attn_mask, "attn_mask")
+    is_causal = flag(is_causal, "is_causal")
     rank = len(query.shape)
     if rank < 2:
         raise ValueError(
@@ -56,6 +62,12 @@ def sdpa(
             "differ"
         )
     leading = tuple(query.shape[:-3])
+    for name, tensor in (("key", key), ("value", value)):
+        if rank > 4 and tuple(tensor.shape[:-3]) != leading:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} but query {tuple(query.shape)}; all before"
+                " the heads must be equal"
+            )
     query, key, value = (_four_dimensions(t) for t in (query, key, value))
     if attn_mask is not None:
         attn_mask = _four_dimensions(attn_mask)

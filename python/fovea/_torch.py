@@ -41,7 +41,13 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
-_float32_arguments = (2, 3)  # sink and alibi, as places in attend()'s tensors
+# attend()'s tensors, and places among them.
+_tensor_names = (
+    "bias", "mask", "sink", "alibi", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k",
+    "block_table",
+)
+_float32_arguments = (2, 3)
+_first_lengths = 4
 
 
 def _draw_seed(dropout_p: float) -> int:
@@ -197,7 +203,7 @@ def _is_eager(*tensors: torch.Tensor | None) -> bool:
             continue
         if (
             type(tensor) not in _plain_types
-            or tensor.device.type not in _devices
+            or not (tensor.is_cpu or tensor.is_cuda)
             or (needs_gradient and tensor.requires_grad)
         ):
             return False
@@ -243,14 +249,20 @@ def _converted(q: torch.Tensor, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     for place, tensor in enumerate(tensors):
         if tensor is None:
             pass
-        elif place >= 4:
+        elif place >= _first_lengths:
             if not isinstance(tensor, torch.Tensor):
-                tensor = torch.as_tensor(tensor, dtype=torch.int32, device=q.device)
+                tensor = _libraries.host_int32(tensor, q, _tensor_names[place])
             elif tensor.dtype is torch.int64 and tensor.is_cuda:
                 tensor = tensor.to(torch.int32)  # the CPU's are converted where they are checked
+        elif not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"{_tensor_names[place]} is a {type(tensor).__name__} but q a torch.Tensor"
+            )
         elif place in _float32_arguments:
             tensor = tensor.to(torch.float32)
         elif place == 0 and tensor.dtype is not torch.float32:
+            if not tensor.is_floating_point():
+                raise TypeError(f"bias has dtype {tensor.dtype}; it must be a float or bool")
             tensor = tensor.to(q.dtype)
         converted.append(tensor)
     return tuple(converted)

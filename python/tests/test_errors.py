@@ -69,6 +69,67 @@ WRONG = [
     (ValueError, "device", lambda: fovea.plan(Q, K, K, Q.copy(), device="tpu")),
     (TypeError, "soft", lambda: fovea.plan(Q, K, K, Q.copy(), soft=1)),
     (ValueError, "layout", lambda: fovea.plan(Q, K, K, Q.copy(), layout="bsdh")),
+    (ValueError, "threads", lambda: fovea.plan(Q, K, K, Q.copy(), threads=-1)),
+    (TypeError, "threads", lambda: fovea.plan(Q, K, K, Q.copy(), threads="two")),
+    (TypeError, "device", lambda: fovea.plan(Q, K, K, Q.copy(), device=0)),
+    (ValueError, "dropout_seed", lambda: fovea.plan(Q, K, K, Q.copy(), dropout_seed=-1)),
+    (TypeError, "softmax_scale", lambda: fovea.flash_attn_func(Q, K, K, "big")),
+    (TypeError, "softcap", lambda: fovea.flash_attn_func(Q, K, K, softcap=None)),
+    (TypeError, "dropout_p", lambda: fovea.flash_attn_func(Q, K, K, dropout_p="half")),
+    (TypeError, "num_splits", lambda: fovea.flash_attn_func(Q, K, K, num_splits=2.5)),
+    (ValueError, "num_splits", lambda: fovea.flash_attn_func(Q, K, K, num_splits=2**40)),
+    (TypeError, "deterministic", lambda: fovea.flash_attn_func(Q, K, K, deterministic=None)),
+    (TypeError, "window_size", lambda: fovea.flash_attn_func(Q, K, K, window_size=(1.5, 0))),
+    (TypeError, "attention_chunk", lambda: fovea.flash_attn_func(Q, K, K, attention_chunk=2.5)),
+    (TypeError, "q", lambda: fovea.flash_attn_func([1.0], K, K, attention_chunk=2)),
+    (TypeError, "k", lambda: fovea.flash_attn_func(Q, [1.0], K, qv=Q)),
+    (TypeError, "qv", lambda: fovea.flash_attn_func(Q, K, K, qv=[1.0])),
+    (TypeError, "qkv", lambda: fovea.flash_attn_qkvpacked_func([1.0])),
+    (ValueError, "qkv", lambda: fovea.flash_attn_qkvpacked_func(Q[0], num_heads_q=2)),
+    (TypeError, "num_heads_q", lambda: fovea.flash_attn_qkvpacked_func(Q, num_heads_q="two")),
+    (TypeError, "kv", lambda: fovea.flash_attn_kvpacked_func(Q, [1.0])),
+    (
+        TypeError, "max_seqlen_q",
+        lambda: fovea.flash_attn_varlen_func(Q[0], K[0], K[0], [0, 4], [0, 6], "four", 6),
+    ),
+    (TypeError, "q", lambda: fovea.flash_attn_with_kvcache("text", K, K)),
+    (TypeError, "k_cache", lambda: fovea.flash_attn_with_kvcache(Q, [1.0], K)),
+    (ValueError, "k_cache", lambda: fovea.flash_attn_with_kvcache(Q, K[0], K)),
+    *(
+        (kind, "cache_seqlens", lambda n=n: fovea.flash_attn_with_kvcache(Q, K, K, cache_seqlens=n))
+        for kind, n in (
+            (TypeError, "six"), (TypeError, 2.0), (TypeError, [2.5]), (TypeError, np.ones(1)),
+            (ValueError, -1), (ValueError, [1, 2]),
+        )
+    ),
+    *(
+        (kind, name, lambda o={name: n}: fovea.flash_attn_with_kvcache(Q, K, K, **o))
+        for kind, name, n in (
+            (ValueError, "cache_batch_idx", [5]), (ValueError, "cache_batch_idx", [-1]),
+            (ValueError, "cache_batch_idx", [0, 0]), (TypeError, "cache_batch_idx", "first"),
+            (ValueError, "cache_leftpad", [1, 2]), (TypeError, "cache_leftpad", "one"),
+            (TypeError, "block_table", "pages"), (ValueError, "block_table", np.zeros(1, "int32")),
+        )
+    ),
+    (TypeError, "out_partial", lambda: fovea.flash_attn_combine([1.0], Q)),
+    *(
+        (ValueError, name, lambda o=o, lse=lse: fovea.flash_attn_combine(Q[None], lse, **o))
+        for name, lse, o in (
+            ("lse_partial", ones(1, 1, 4, 4, dtype="float16"), {}),
+            ("out", ones(1, 1, 4, 4), {"out": ones(1, 4, 4, 9)}),
+            ("out_dtype", ones(1, 1, 4, 4), {"out_dtype": "int8"}),
+            ("learnable_sink", ones(1, 1, 4, 4), {"learnable_sink": ones(3)}),
+        )
+    ),
+    (TypeError, "query", lambda: fovea.sdpa("text", Q, Q)),
+    (TypeError, "key", lambda: fovea.sdpa(Q, [1.0], Q)),
+    (TypeError, "attn_mask", lambda: fovea.sdpa(Q, Q, Q, [[True]])),
+    (TypeError, "attn_mask", lambda: fovea.sdpa(Q, Q, Q, ones(4, 4, dtype="int32"))),
+    (TypeError, "scale", lambda: fovea.sdpa(Q, Q, Q, scale="big")),
+    (TypeError, "is_causal", lambda: fovea.sdpa(Q, Q, Q, is_causal=None)),
+    (ValueError, "key", lambda: fovea.sdpa(Q[None, None], *(ones(1, 2, 1, 4, 4, 8),) * 2)),
+    (ValueError, "seed", lambda: fovea.quantize_fp8(Q, K, K, seed=-1)),
+    (ValueError, "scales", lambda: fovea.quantize_fp8(Q, K, K, scales="rows")),
 ]
 
 
@@ -80,6 +141,21 @@ def test_says_which_argument(kind, argument, call):
         call()
     assert type(caught.value) is kind
     assert str(caught.value).split()[0] == argument, caught.value
+
+
+def test_numbers_of_numpy_are_numbers():
+    expected = fovea.flash_attn_func(Q, K, K, 0.5, True, window_size=(2, 0))
+    np.testing.assert_array_equal(
+        fovea.flash_attn_func(
+            Q, K, K, np.float32(0.5), np.bool_(True), window_size=np.array([2, 0]),
+            num_splits=np.int64(1),
+        ),
+        expected,
+    )
+    np.testing.assert_array_equal(
+        fovea.flash_attn_with_kvcache(Q, K, K, cache_seqlens=np.int64(5)),
+        fovea.flash_attn_with_kvcache(Q, K, K, cache_seqlens=5),
+    )
 
 
 def test_refused_append_writes_nothing():

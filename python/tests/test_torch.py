@@ -270,6 +270,30 @@ def test_wrong_calls():
         fovea.flash_attn_func(q, k.half(), v)
     with pytest.raises(TypeError, match="^q has dtype"):
         fovea.flash_attn_func(*(x.double() for x in (q, k, v)))
+    for needs_gradient in (False, True):  # the direct way, and the operator's
+        q.requires_grad_(needs_gradient)
+        for wrong in (
+            {"softcap": "x"}, {"num_splits": 2.5}, {"causal": None}, {"alibi_slopes": [1.0] * 4},
+            {"window_size": ("a", 0)}, {"learnable_sink": [1.0] * 4},
+        ):
+            (name,) = wrong
+            with pytest.raises(TypeError, match=f"^{name} is"):
+                fovea.flash_attn_func(q, k, v, **wrong)
+    square = q.transpose(1, 2).detach()
+    with pytest.raises(TypeError, match="^attn_mask has dtype torch.int32"):
+        fovea.sdpa(square, square, square, torch.ones(5, 5, dtype=torch.int32))
+    with pytest.raises(TypeError, match="^cu_seqlens_q"):
+        fovea.flash_attn_varlen_func(q[0], k[0], v[0], [0, 2.5], [0, 7], 5, 7)
+
+
+def test_numbers_of_torch_are_numbers():
+    q, k, v = tensors()
+    assert torch.equal(
+        fovea.flash_attn_func(
+            q, k, v, torch.tensor(0.5), window_size=torch.tensor([3, 1]), softcap=torch.tensor(2.0)
+        ),
+        fovea.flash_attn_func(q, k, v, 0.5, window_size=(3, 1), softcap=2.0),
+    )
 
 
 def test_meta_tensors_give_shapes():
