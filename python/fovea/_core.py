@@ -11,8 +11,13 @@ from fovea._options import flag, integer, real
 Window = tuple[int | None, int | None]
 
 
+_unbounded = (-1, -1)
+
+
 def window_bounds(window: Window) -> tuple[int, int]:
     """(left, right) with -1 for unbounded, which None means too."""
+    if window is _unbounded:
+        return window
     try:
         left, right = window
     except (TypeError, ValueError):

@@ -149,42 +149,7 @@ class _Cupy:
         cupy.cuda.Device(device).synchronize()
 
 
-class _Torch:
-    @staticmethod
-    def empty(like: Array, shape: Sequence[int], dtype: str | None = None) -> Array:
-        import torch
-
-        return like.new_empty(shape, dtype=None if dtype is None else getattr(torch, dtype))
-
-    @staticmethod
-    def finish(array: Array, like: Array) -> Array:
-        return array
-
-    @staticmethod
-    def device(array: Array) -> int | None:
-        return array.device.index if array.is_cuda else None
-
-    @staticmethod
-    def stream(device: int) -> int:
-        import torch
-
-        return torch._C._cuda_getCurrentRawStream(device)
-
-    @staticmethod
-    def current(device: int) -> Any:
-        import torch
-
-        return _here if torch._C._cuda_getDevice() == device else torch.cuda.device(device)
-
-    @staticmethod
-    def wait(device: int | None) -> None:
-        import torch
-
-        if device is not None:
-            torch.cuda.synchronize(device)
-
-
-Library = type[_Numpy] | type[_Jax] | type[_Cupy] | type[_Torch]
+Library = Any  # one of these classes, or fovea._torch.Torch
 _known: dict[type, Library] = {}
 
 
@@ -195,7 +160,7 @@ def library_of(tensor: Array, argument: str) -> Library:
     if found is not None:
         return found
     if is_torch(tensor):
-        library: Library = _Torch
+        library: Library = torch_backend.Torch
     elif _is_jax(tensor):
         if "Tracer" in kind.__name__:
             raise TypeError(

@@ -2,11 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fovea import _core, _libraries, _native, _torch_device
+
+_here = contextlib.nullcontext()
+_dtypes = {
+    name: getattr(torch, name)
+    for name in ("float32", "bfloat16", "float16", "uint8", "float8_e4m3fn", "float8_e5m2")
+}
+
+
+class Torch:
+    """torch as one of fovea._libraries."""
+
+    @staticmethod
+    def empty(like: torch.Tensor, shape: Sequence[int], dtype: str | None = None) -> torch.Tensor:
+        if dtype is None:
+            return like.new_empty(shape)
+        return like.new_empty(shape, dtype=_dtypes[dtype])
+
+    @staticmethod
+    def finish(array: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return array
+
+    @staticmethod
+    def device(array: torch.Tensor) -> int | None:
+        return array.get_device() if array.is_cuda else None
+
+    @staticmethod
+    def stream(device: int) -> int:
+        return torch._C._cuda_getCurrentRawStream(device)
+
+    @staticmethod
+    def current(device: int) -> Any:
+        return _here if torch._C._cuda_getDevice() == device else torch.cuda.device(device)
+
+    @staticmethod
+    def wait(device: int | None) -> None:
+        if device is not None:
+            torch.cuda.synchronize(device)
+
 
 _library = torch.library.Library("fovea", "DEF")  # keeps the definitions alive
 
@@ -61,7 +101,7 @@ def _attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     dropout_p, num_splits, deterministic = rest[16:]
     seed = _draw_seed(dropout_p)
     settings = (*numbers, dropout_p, seed, 0, num_splits, deterministic)
-    out, lse = _core.native_attend(_libraries._Torch, q, k, v, tensors, settings, False, True)
+    out, lse = _core.native_attend(Torch, q, k, v, tensors, settings, False, True)
     rng_state = torch.tensor([seed, 0] if dropout_p else [], dtype=torch.int64)
     return out, lse, rng_state
 
@@ -99,9 +139,8 @@ def _backward_kernel(*arguments: Any) -> tuple[torch.Tensor, ...]:
     tensors, numbers = tuple(rest[:9]), tuple(rest[9:16])
     dropout_p, deterministic = rest[16:18]
     seed, offset = rng_state.tolist() if dropout_p else (0, 0)
-    library = _libraries._Torch
-    device = library.device(q)
-    stream = 0 if device is None else library.stream(device)
+    device = Torch.device(q)
+    stream = 0 if device is None else Torch.stream(device)
     call = _native.Call(
         q, k, v, out, lse, *tensors, *numbers, dropout_p, seed, offset, 0, deterministic, stream,
         False,
@@ -113,9 +152,9 @@ def _backward_kernel(*arguments: Any) -> tuple[torch.Tensor, ...]:
     if device is None:
         _native.attention_backward(call, dout, dlse, *results)
     else:
-        with library.current(device):
+        with Torch.current(device):
             _native.attention_backward(
-                call, dout, dlse, *results, lambda size: library.empty(q, (size,), "uint8")
+                call, dout, dlse, *results, lambda size: Torch.empty(q, (size,), "uint8")
             )
     return gradients
 
@@ -166,7 +205,6 @@ def _second_backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, .
     raise NotImplementedError("dout requires a gradient; fovea computes first derivatives alone")
 
 
-_devices = ("cpu", "cuda")
 for _key in ("CPU", "CUDA"):
     _library.impl("attention", _attention, _key)
     _library.impl("attention_backward", _backward_kernel, _key)
@@ -191,7 +229,7 @@ _rotate_op = torch.ops.fovea.rotate.default
 _plain_types = (torch.Tensor, torch.nn.Parameter)
 
 
-def _is_eager(*tensors: torch.Tensor | None) -> bool:
+def _is_eager(*tensors: torch.Tensor) -> bool:
     """Would the operator's dispatch only lead to its kernel? Then it can be left out."""
     if torch.compiler.is_compiling():
         return False
@@ -199,8 +237,6 @@ def _is_eager(*tensors: torch.Tensor | None) -> bool:
         return False
     needs_gradient = torch.is_grad_enabled()
     for tensor in tensors:
-        if tensor is None:
-            continue
         if (
             type(tensor) not in _plain_types
             or not (tensor.is_cpu or tensor.is_cuda)
@@ -222,19 +258,21 @@ def attend(
     need_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out, lse); lse is None where nobody needs it and leaving it out saves time."""
-    for name, tensor in (("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__} but q a torch.Tensor")
-    device = q.device.type
-    if device in _devices and torch.is_autocast_enabled(device):
+    if not (isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        name, tensor = ("v", v) if isinstance(k, torch.Tensor) else ("k", k)
+        raise TypeError(f"{name} is a {type(tensor).__name__} but q a torch.Tensor")
+    device = "cuda" if q.is_cuda else "cpu" if q.is_cpu else None
+    if device is not None and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    if any(tensor is not None for tensor in tensors):
+    given = [tensor for tensor in tensors if tensor is not None]
+    if given:
         tensors = _converted(q, tensors)
-    if _is_eager(q, k, v, *tensors):
+        given = [tensor for tensor in tensors if tensor is not None]
+    if _is_eager(q, k, v, *given):
         settings = (*numbers, dropout_p, _draw_seed(dropout_p), 0, num_splits, deterministic)
         return _core.native_attend(
-            _libraries._Torch, q, k, v, tensors, settings, False, need_lse
+            Torch, q, k, v, tensors, settings, False, need_lse
         )
     out, lse, _ = _attention_op(
         q, k, v, *tensors, *numbers, dropout_p, num_splits, deterministic

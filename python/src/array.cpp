@@ -70,6 +70,10 @@ dlpack::DataType from_format(const Py_buffer& buffer) {
   }
 }
 
+bool on_cuda(dlpack::Device device) {
+  return device.type == dlpack::cuda || device.type == dlpack::cuda_managed;
+}
+
 }  // namespace
 
 Array::Array(nb::handle object, const char* argument, Access access) {
@@ -266,7 +270,7 @@ std::string dtype_name(dlpack::DataType dtype) {
 
 std::string device_name(dlpack::Device device) {
   if (on_host(device)) return "cpu";
-  if (device.type == dlpack::cuda || device.type == dlpack::cuda_managed) {
+  if (on_cuda(device)) {
     return "cuda:" + std::to_string(device.id);
   }
   return "a device of DLPack type " + std::to_string(device.type);
@@ -274,6 +278,12 @@ std::string device_name(dlpack::Device device) {
 
 bool on_host(dlpack::Device device) {
   return device.type == dlpack::cpu || device.type == dlpack::cuda_host;
+}
+
+bool same_device(dlpack::Device one, dlpack::Device other) {
+  if (on_host(one) || on_host(other)) return on_host(one) && on_host(other);
+  const bool same_kind = one.type == other.type || (on_cuda(one) && on_cuda(other));
+  return same_kind && one.id == other.id;
 }
 
 DType to_dtype(const Array& array, const char* argument) {

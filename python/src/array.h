@@ -73,6 +73,7 @@ class Array {
 // "cpu", "cuda:0"
 [[nodiscard]] std::string device_name(dlpack::Device device);
 [[nodiscard]] bool on_host(dlpack::Device device);
+[[nodiscard]] bool same_device(dlpack::Device one, dlpack::Device other);
 
 // TypeError if fovea does not know the dtype.
 [[nodiscard]] DType to_dtype(const Array& array, const char* argument);

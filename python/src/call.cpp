@@ -180,7 +180,7 @@ void Call::take_lengths(const std::array<nb::handle, length_slot_count>& lengths
 void Call::take_device(std::uintptr_t stream) {
   const Array& first = arrays_[q];
   const auto check = [&](const Array& array, const char* argument) {
-    if (!array.present() || device_name(array.device()) == device_name(first.device())) return;
+    if (!array.present() || same_device(array.device(), first.device())) return;
     refuse_value(std::string(argument) + " is on " + device_name(array.device()) + " but q is on " +
                  device_name(first.device()) + "; all tensors must be on one device");
   };

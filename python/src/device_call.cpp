@@ -14,6 +14,7 @@ namespace {
 class Signature {
  public:
   explicit Signature(const Call& call) {
+    bytes_.reserve(usual_bytes);
     const Problem& p = call.problem();
     add(call.device().id);
     for (const Tensor* tensor : {&p.q, &p.k, &p.v, &p.out, &p.lse, &p.bias, &p.mask, &p.sink,
@@ -50,6 +51,7 @@ class Signature {
   [[nodiscard]] const std::string& bytes() const { return bytes_; }
 
  private:
+  static constexpr std::size_t usual_bytes = 1024;
   // 64 bytes: no kernel asks for more.
   static constexpr int most_alignment = 6;
 

@@ -76,7 +76,7 @@ void attention_backward(const Call& call, nb::handle dout, nb::handle dlse, nb::
   Gradients gradients;
   for (std::size_t i = 0; i < alive.size(); ++i) {
     alive[i] = Array(rows[i].object, rows[i].name, rows[i].access);
-    if (alive[i].present() && device_name(alive[i].device()) != device_name(call.device())) {
+    if (alive[i].present() && !same_device(alive[i].device(), call.device())) {
       throw nb::value_error((std::string(rows[i].name) + " is on " +
                              device_name(alive[i].device()) + " but q is on " +
                              device_name(call.device()) + "; all tensors must be on one device")
@@ -154,7 +154,7 @@ void run(const Plan& plan, const Call& call, nb::handle workspace) {
         (array.shape()[0] > 1 && array.strides()[0] != 1)) {
       throw nb::type_error("workspace must be one-dimensional and contiguous, in 8-bit elements");
     }
-    if (device_name(array.device()) != device_name(call.device())) {
+    if (!same_device(array.device(), call.device())) {
       throw nb::value_error(("workspace is on " + device_name(array.device()) + " but q is on " +
                              device_name(call.device()) + "; they must be on one device")
                                 .c_str());

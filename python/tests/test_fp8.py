@@ -14,6 +14,11 @@ FORMATS = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.fl
 
 
 class Numpy:
+    # The CPU computes the weights in fp32; kernels have them in 8 bits, and so by the root of the
+    # mean square of the error.
+    def close(self, out, expected):
+        np.testing.assert_allclose(self.back(out), expected, atol=2e-2, rtol=2e-2)
+
     def codes(self, array, dtype):
         return np.asarray(array).astype(FORMATS[dtype])
 
@@ -24,7 +29,7 @@ class Numpy:
         return np.asarray(tensor).astype(np.float64)
 
 
-class Torch:
+class Torch(Numpy):
     device = "cpu"
 
     def codes(self, array, dtype):
@@ -43,6 +48,11 @@ class Torch:
 
 class Cuda(Torch):
     device = "cuda"
+
+    def close(self, out, expected):
+        error = self.back(out) - expected
+        assert np.sqrt(np.mean(error**2)) < 2**-4 * np.sqrt(np.mean(expected**2))
+        assert np.abs(error).max() < 2**-3 * np.abs(expected).max()
 
 
 KINDS = {"numpy": (Numpy, []), "torch": (Torch, ["torch"]), "cuda": (Cuda, ["torch", "gpu"])}
@@ -89,7 +99,7 @@ def test_descales_of_heads(kind, rng, dtype, of_q):
     assert "bfloat16" in str(out.dtype)
     wide = [widened(kind, x, s) for x, s in zip((q, k, v), descales, strict=True)]
     expected_out, expected_lse = attention(*wide, causal=True)
-    np.testing.assert_allclose(kind.back(out), expected_out, atol=2e-2, rtol=2e-2)
+    kind.close(out, expected_out)
     np.testing.assert_allclose(kind.back(lse), expected_lse, atol=1e-5, rtol=1e-5)
 
 
@@ -97,7 +107,7 @@ def test_codes_without_descales(kind, rng):
     q, k, v = (kind.codes(x, "float8_e4m3fn") for x in tensors(rng))
     out = fovea.flash_attn_func(q, k, v)
     expected, _ = attention(*(kind.back(x) for x in (q, k, v)))
-    np.testing.assert_allclose(kind.back(out), expected, atol=2e-2, rtol=2e-2)
+    kind.close(out, expected)
 
 
 def test_descales_through_varlen_and_cache(kind, rng):
@@ -109,11 +119,9 @@ def test_descales_through_varlen_and_cache(kind, rng):
     cu = kind.make(np.array([0, 8, 16], np.int32))
     packed = [x.reshape(16, *x.shape[2:]) for x in codes]
     out = fovea.flash_attn_varlen_func(*packed, cu, cu, 8, 8, **named)
-    np.testing.assert_allclose(
-        kind.back(out).reshape(expected.shape), expected, atol=2e-2, rtol=2e-2
-    )
+    kind.close(out.reshape(expected.shape), expected)
     out = fovea.flash_attn_with_kvcache(*codes, cache_seqlens=8, **named)
-    np.testing.assert_allclose(kind.back(out), expected, atol=2e-2, rtol=2e-2)
+    kind.close(out, expected)
 
 
 @pytest.mark.parametrize("scales", ["tensor", "head", "block"])
