@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fovea import _libraries, _native
 from fovea._core import Window, attend, window_bounds
-from fovea._libraries import Array, host_int32, library_of
+from fovea._libraries import Array, host_int32, library_of, same_int32
 from fovea._options import check_descales, chunk_mask, integer, join_qv
 
 _names = {
@@ -97,6 +97,10 @@ def flash_attn_with_kvcache(
         raise ValueError(
             f"block_table has shape {tuple(table.shape)}; it must be (batch, pages of a sequence)"
         )
+    if cu_seqlens_q is not None:
+        cu_seqlens_q = host_int32(cu_seqlens_q, q, "cu_seqlens_q")
+    if cu_seqlens_k_new is not None:
+        cu_seqlens_k_new = host_int32(cu_seqlens_k_new, q, "cu_seqlens_k_new")
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     lengths = _lengths(cache_seqlens, batch, q)
     if lengths is None and (k is not None or rotary_cos is not None):
@@ -127,7 +131,7 @@ def flash_attn_with_kvcache(
 
     q, keys, softmax_scale = join_qv(q, k_cache, v_cache, qv, softmax_scale)
     if lengths is None and table is not None:
-        lengths = host_int32([table.shape[1] * k_cache.shape[1]] * batch, q)
+        lengths = same_int32(table.shape[1] * k_cache.shape[1], batch, q)
     mask = _mask(q, k_cache, table, lengths, cu_seqlens_q, max_seqlen_q, attention_chunk)
     if cache_leftpad is not None:
         visible = _behind_padding(cache_leftpad, batch, _capacity(k_cache, table), q)
@@ -146,7 +150,7 @@ def _lengths(cache_seqlens: Array | int | None, batch: int, like: Array) -> Arra
     if cache_seqlens is None:
         return None
     if not hasattr(cache_seqlens, "__len__") or getattr(cache_seqlens, "shape", None) == ():
-        return host_int32([integer(cache_seqlens, "cache_seqlens")] * batch, like)
+        return same_int32(integer(cache_seqlens, "cache_seqlens"), batch, like)
     lengths = host_int32(cache_seqlens, like, "cache_seqlens")
     if tuple(lengths.shape) != (batch,):
         raise ValueError(
@@ -206,7 +210,7 @@ def _append(
         _libraries.writable(k_cache, "k_cache")
         _libraries.writable(v_cache, "v_cache")
         _native.append(*arguments)
-    return lengths + host_int32(_new_keys(k, cu_seqlens_k_new), q)
+    return lengths + _new_keys(k, cu_seqlens_k_new)
 
 
 def _rotate(

@@ -199,6 +199,13 @@ def writable(tensor: Array, argument: str) -> Array:
     return tensor
 
 
+def same_int32(number: int, count: int, like: Array) -> Array:
+    """(count) times one number, as host_int32."""
+    if is_torch(like):
+        return like.new_full((count,), number, dtype=torch_backend.torch.int32)
+    return host_int32([number] * count, like)
+
+
 def _indices(numbers: Any) -> Any:
     """Integers, and lists of them, made Python's own."""
     if isinstance(numbers, (list, tuple)):
@@ -217,9 +224,7 @@ def host_int32(numbers: Array, like: Array, argument: str = "") -> Array:
     elif dtype is not None and "int" not in str(dtype):
         raise TypeError(f"{argument} has dtype {dtype}; it must be int32 or int64")
     if is_torch(like):
-        import torch
-
-        return torch.as_tensor(numbers, dtype=torch.int32, device=like.device)
+        return torch_backend.int32(numbers, like)
     if _root(like) == "cupy":
         import cupy
 

@@ -306,6 +306,21 @@ def _converted(q: torch.Tensor, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(converted)
 
 
+def int32(numbers: Any, like: torch.Tensor) -> torch.Tensor:
+    """Numbers of any sequence beside `like`; those of the host are on their way to a device without
+    anybody waiting for it."""
+    if isinstance(numbers, torch.Tensor):
+        return numbers.to(like.device, torch.int32)
+    if isinstance(numbers, range):
+        return torch.arange(
+            numbers.start, numbers.stop, dtype=torch.int32, device=like.device
+        )
+    if not like.is_cuda or torch.compiler.is_compiling():
+        return torch.as_tensor(numbers, dtype=torch.int32, device=like.device)
+    pinned = torch.as_tensor(numbers, dtype=torch.int32).pin_memory()
+    return pinned.to(like.device, non_blocking=True)
+
+
 def append(*arguments: Any) -> None:
     if _is_eager(*(a for a in arguments if isinstance(a, torch.Tensor))):
         _append(*arguments)

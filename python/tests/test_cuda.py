@@ -120,6 +120,47 @@ def test_own_stream_and_no_waiting():
         assert torch.equal(one, other)
 
 
+def test_nothing_synchronises():
+    """Every function, once its kernels are there, in a mode where torch refuses to wait."""
+    q, k, v = (x.cuda().requires_grad_() for x in tensors())
+    new_q, new_k, new_v = (x.cuda() for x in tensors(rows=1, keys=1))
+    cu_q, cu_k = (torch.tensor(x, device="cuda") for x in ([0, 130, 260], [0, 300, 600]))
+    sink, slopes = torch.ones(8, device="cuda"), torch.rand(8, device="cuda")
+    mask = torch.rand(130, 300, device="cuda") < 0.5
+    caches = [torch.zeros(2, 64, 2, 128, dtype=q.dtype, device="cuda") for _ in range(2)]
+    pages = [torch.zeros(8, 16, 2, 128, dtype=q.dtype, device="cuda") for _ in range(2)]
+    table = torch.arange(8, dtype=torch.int32, device="cuda").reshape(2, 4)
+    cos, sin = (torch.rand(64, 32, device="cuda").to(q.dtype) for _ in range(2))
+    stack = lambda x: torch.stack([x, x]).float()  # noqa: E731
+
+    def everything():
+        out, lse = fovea.flash_attn_func(
+            q, k, v, causal=True, learnable_sink=sink, alibi_slopes=slopes, return_lse=True
+        )
+        (out.float().sum() + lse.sum()).backward()
+        fovea.flash_attn_func(q, k, v, attention_chunk=50, window_size=(20, 3), dropout_p=0.1)
+        packed = [x.flatten(0, 1) for x in (q, k, v)]
+        fovea.flash_attn_varlen_func(*packed, cu_q, cu_k, 130, 300).sum().backward()
+        fovea.sdpa(*(x.transpose(1, 2) for x in (q, k, v)), mask, enable_gqa=True)
+        for lengths in (7, [5, 6]):
+            fovea.flash_attn_with_kvcache(
+                new_q, *caches, new_k, new_v, rotary_cos=cos, rotary_sin=sin, causal=True,
+                cache_seqlens=lengths, cache_batch_idx=[1, 0],
+            )
+        fovea.flash_attn_with_kvcache(
+            new_q, *pages, new_k, new_v, cache_seqlens=9, page_table=table, cache_leftpad=[1, 0]
+        )
+        fovea.flash_attn_combine(stack(out), stack(lse.transpose(1, 2)))
+
+    everything()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        everything()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_layouts_of_one_shape():
     """Plans are kept from call to call, and depend on more than shapes."""
     q, k, v = (x.cuda() for x in tensors())
