@@ -39,6 +39,15 @@ class Call:
         v_scale: Any = None,
     ) -> None: ...
 
+class DeviceMemory:
+    """Memory of a GPU, or of an emulated one."""
+
+    def __init__(self, device: str, bytes: int) -> None: ...
+    @property
+    def address(self) -> int: ...
+    def upload(self, source: Any) -> None: ...
+    def download(self, target: Any) -> None: ...
+
 class Plan:
     """A validated call with its chosen configuration."""
 
@@ -62,7 +71,9 @@ def plan_quantize(
     call: Call, dtype: str, scales: str, rotate: bool, seed: int
 ) -> QuantizePlan: ...
 def plan(call: Call, device: str, threads: int) -> Plan: ...
-def attention(call: Call, allocate: Callable[[int], Any] | None = None) -> None: ...
+def attention(
+    call: Call, allocate: Callable[[int], Any] | None = None, device: str = "auto"
+) -> None: ...
 def attention_backward(
     call: Call,
     dout: Any,
@@ -73,6 +84,7 @@ def attention_backward(
     dsink: Any,
     dbias: Any,
     allocate: Callable[[int], Any] | None = None,
+    device: str = "auto",
 ) -> None: ...
 def seconds_of_attention(
     call: Call, repeat: int, allocate: Callable[[int], Any] | None = None

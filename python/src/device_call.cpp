@@ -13,9 +13,10 @@ namespace {
 // dropout's seed and offset.
 class Signature {
  public:
-  explicit Signature(const Call& call) {
+  Signature(const Call& call, Device device) {
     bytes_.reserve(usual_bytes);
     const Problem& p = call.problem();
+    add(device);
     add(call.device().id);
     for (const Tensor* tensor : {&p.q, &p.k, &p.v, &p.out, &p.lse, &p.bias, &p.mask, &p.sink,
                                  &p.alibi, &p.q_scale, &p.k_scale, &p.v_scale}) {
@@ -85,8 +86,15 @@ PlanType plan_of(const Signature& signature, const Make& make) {
   return made;
 }
 
-Plan plan_of(const Call& call) {
-  return plan_of<Plan>(Signature(call), [&] { return fovea::plan(call.problem()); });
+Options options_for(Device device) {
+  Options options;
+  options.device = device;
+  return options;
+}
+
+Plan plan_of(const Call& call, Device device) {
+  return plan_of<Plan>(Signature(call, device),
+                       [&] { return fovea::plan(call.problem(), options_for(device)); });
 }
 
 class Workspace {
@@ -106,29 +114,30 @@ class Workspace {
 
 }  // namespace
 
-void attention_on_device(const Call& call, nb::handle allocate) {
-  const Plan plan = plan_of(call);
+void attention_on_device(const Call& call, nb::handle allocate, Device device) {
+  const Plan plan = plan_of(call, device);
   const Workspace workspace(allocate, plan.workspace_bytes());
   const nb::gil_scoped_release unlocked;
   plan.run(call.problem(), workspace.bytes());
 }
 
-void attention_backward_on_device(const Call& call, const Gradients& gradients,
-                                  nb::handle allocate) {
-  Signature signature(call);
+void attention_backward_on_device(const Call& call, const Gradients& gradients, nb::handle allocate,
+                                  Device device) {
+  Signature signature(call, device);
   for (const Tensor* tensor : {&gradients.dout, &gradients.dlse, &gradients.dq, &gradients.dk,
                                &gradients.dv, &gradients.dsink, &gradients.dbias}) {
     signature.add(*tensor);
   }
-  const auto plan = plan_of<BackwardPlan>(
-      signature, [&] { return fovea::plan_backward(call.problem(), gradients); });
+  const auto plan = plan_of<BackwardPlan>(signature, [&] {
+    return fovea::plan_backward(call.problem(), gradients, options_for(device));
+  });
   const Workspace workspace(allocate, plan.workspace_bytes());
   const nb::gil_scoped_release unlocked;
   plan.run(call.problem(), gradients, workspace.bytes());
 }
 
 double seconds_of_launch(const Call& call, int repeat, nb::handle allocate) {
-  const Plan plan = plan_of(call);
+  const Plan plan = plan_of(call, Device::automatic);
   const Workspace workspace(allocate, plan.workspace_bytes());
   const nb::gil_scoped_release unlocked;
   const auto start = std::chrono::steady_clock::now();

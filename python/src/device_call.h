@@ -7,10 +7,11 @@
 namespace fovea::python {
 
 // allocate(n) is Python's: a tensor of n bytes on q's device, which the call's stream may use at
-// once, and the next call's after it.
-void attention_on_device(const Call& call, nb::handle allocate);
-void attention_backward_on_device(const Call& call, const Gradients& gradients,
-                                  nb::handle allocate);
+// once, and the next call's after it. The device is automatic, or an emulated one whose memory the
+// tensors are in.
+void attention_on_device(const Call& call, nb::handle allocate, Device device);
+void attention_backward_on_device(const Call& call, const Gradients& gradients, nb::handle allocate,
+                                  Device device);
 
 // Seconds that Plan::run takes of the calling thread, of `repeat` runs.
 [[nodiscard]] double seconds_of_launch(const Call& call, int repeat, nb::handle allocate);

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <memory>
 
+#include "fovea/device.hpp"
 #include "fovea/fp8.hpp"
 #include "python/array.h"
 #include "python/call.h"
@@ -39,9 +40,9 @@ Options to_options(const std::string& device, int threads) {
 
 bool on_device(const Call& call) { return call.problem().memory == Memory::device; }
 
-// allocate: of a call on device memory alone.
-void attention(const Call& call, nb::handle allocate) {
-  if (on_device(call)) return attention_on_device(call, allocate);
+// allocate and device: of a call on device memory alone.
+void attention(const Call& call, nb::handle allocate, const std::string& device) {
+  if (on_device(call)) return attention_on_device(call, allocate, to_device(device));
   const nb::gil_scoped_release unlocked;
   fovea::attention(call.problem());
 }
@@ -58,7 +59,7 @@ double seconds_of_attention(const Call& call, int repeat, nb::handle allocate) {
 
 void attention_backward(const Call& call, nb::handle dout, nb::handle dlse, nb::handle dq,
                         nb::handle dk, nb::handle dv, nb::handle dsink, nb::handle dbias,
-                        nb::handle allocate) {
+                        nb::handle allocate, const std::string& device) {
   const struct {
     nb::handle object;
     const char* name;
@@ -84,7 +85,9 @@ void attention_backward(const Call& call, nb::handle dout, nb::handle dlse, nb::
     }
     gradients.*rows[i].field = call.tensor_like(rows[i].like, alive[i], rows[i].name);
   }
-  if (on_device(call)) return attention_backward_on_device(call, gradients, allocate);
+  if (on_device(call)) {
+    return attention_backward_on_device(call, gradients, allocate, to_device(device));
+  }
   const nb::gil_scoped_release unlocked;
   fovea::attention_backward(call.problem(), gradients);
 }
@@ -295,6 +298,45 @@ void rotate(nb::handle q, nb::handle result, nb::handle positions, nb::handle cu
   python::rotate(from, to, rows, rotary);
 }
 
+// The bytes of a contiguous array on the host.
+std::span<std::byte> bytes_of(const Array& array, const char* argument) {
+  if (!on_host(array.device()) || array.rank() != 1 || array.dtype().bits != 8 ||
+      (array.shape()[0] > 1 && array.strides()[0] != 1)) {
+    throw nb::type_error(
+        (std::string(argument) + " must be one-dimensional, contiguous bytes of the host").c_str());
+  }
+  return {static_cast<std::byte*>(array.data()), static_cast<std::size_t>(array.shape()[0])};
+}
+
+void bind_device_memory(nb::module_& module) {
+  nb::class_<DeviceMemory>(module, "DeviceMemory", "Memory of a GPU, or of an emulated one.")
+      .def(
+          "__init__",
+          [](DeviceMemory* self, const std::string& device, std::size_t bytes) {
+            new (self) DeviceMemory(to_device(device), bytes);
+          },
+          "device"_a, "bytes"_a)
+      .def_prop_ro(
+          "address",
+          [](const DeviceMemory& self) { return reinterpret_cast<std::uintptr_t>(self.data()); })
+      .def(
+          "upload",
+          [](DeviceMemory& self, nb::handle source) {
+            const Array array(source, "source");
+            const auto bytes = bytes_of(array, "source");
+            self.upload(bytes.data(), bytes.size());
+          },
+          "source"_a)
+      .def(
+          "download",
+          [](const DeviceMemory& self, nb::handle target) {
+            const Array array(target, "target", Access::write);
+            const auto bytes = bytes_of(array, "target");
+            self.download(bytes.data(), bytes.size());
+          },
+          "target"_a);
+}
+
 int run_program(const std::vector<std::string>& arguments) {
   const nb::gil_scoped_release unlocked;
   return tools::run_program(arguments);
@@ -346,6 +388,7 @@ void bind_call(nb::module_& module) {
 void bind(nb::module_& module) {
   nb::register_exception_translator(translate);
   bind_call(module);
+  bind_device_memory(module);
   nb::class_<Plan>(module, "Plan", "A validated call with its chosen configuration.")
       .def_prop_ro("workspace_bytes", &Plan::workspace_bytes)
       .def_prop_ro("device", [](const Plan& self) { return std::string(name(self.device())); })
@@ -357,9 +400,11 @@ void bind(nb::module_& module) {
       .def("run", quantize, "call"_a, "tensors"_a, "workspace"_a.none());
   module.def("plan_quantize", plan_quantize, "call"_a, "dtype"_a, "scales"_a, "rotate"_a, "seed"_a);
   module.def("plan", plan, "call"_a, "device"_a, "threads"_a);
-  module.def("attention", attention, "call"_a, "allocate"_a.none() = nb::none());
+  module.def("attention", attention, "call"_a, "allocate"_a.none() = nb::none(),
+             "device"_a = "auto");
   module.def("attention_backward", attention_backward, "call"_a, "dout"_a, "dlse"_a.none(), "dq"_a,
-             "dk"_a, "dv"_a, "dsink"_a.none(), "dbias"_a.none(), "allocate"_a.none() = nb::none());
+             "dk"_a, "dv"_a, "dsink"_a.none(), "dbias"_a.none(), "allocate"_a.none() = nb::none(),
+             "device"_a = "auto");
   module.def("seconds_of_attention", seconds_of_attention, "call"_a, "repeat"_a,
              "allocate"_a.none() = nb::none());
   module.def("merge", merge, "outs"_a, "lses"_a, "out"_a, "lse"_a, "sink"_a.none());
