@@ -113,10 +113,12 @@ std::vector<core::uint16> random_matrix(std::size_t count, std::uint64_t seed) {
 std::string kernel_text(bool blackwell, const GemmConfig& config) {
   runtime::KernelSource source;
   if (blackwell) {
+    source.name = "gemm_sm100";
     source.include = "examples/gemm/gemm_sm100.cuh";
     source.instructions = {runtime::tcgen05_mma_text({}), runtime::tcgen05_load_text(32)};
     source.threads = 256;
   } else {
+    source.name = "gemm_sm90";
     source.include = "examples/gemm/gemm_sm90.cuh";
     source.instructions = {runtime::wgmma_text({.n = config.tile_n}, "gemm_product")};
     source.threads = 384;
@@ -255,7 +257,7 @@ bool run(const Arguments& arguments) {
   const runtime::CompileResult compiled = runtime::default_jit().compile(request);
   std::printf("device        %s\n", chip.name.c_str());
   print_resources(compiled);
-  const auto kernel = device->load(compiled.image->bytes, runtime::kernel_entry);
+  const auto kernel = device->load(compiled.image->bytes, runtime::kernel_name(request.text));
 
   const auto m = static_cast<std::size_t>(arguments.m);
   const auto n = static_cast<std::size_t>(arguments.n);
