@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 from fovea import _libraries, _native
@@ -73,13 +74,13 @@ def quantize_fp8(
     call = _native.Call(
         q, k, v, out, None, None, None, None, None, *cu, None, None, None, *settings
     )
-    plan = _native.plan_quantize(
-        call, name, scales, flag(rotate, "rotate"), integer(seed, "seed", 0, 2**64 - 1)
-    )
-    made = [library.empty(q, shape, name) for shape in plan.shapes[:3]]
-    made += [library.empty(q, shape, "float32") for shape in plan.shapes[3:]]
-    need = plan.workspace_bytes
-    plan.run(call, made, library.empty(q, (need,), "uint8") if need else None)
+    rotate, seed = flag(rotate, "rotate"), integer(seed, "seed", 0, 2**64 - 1)
+    with contextlib.nullcontext() if device is None else library.current(device):
+        plan = _native.plan_quantize(call, name, scales, rotate, seed)
+        made = [library.empty(q, shape, name) for shape in plan.shapes[:3]]
+        made += [library.empty(q, shape, "float32") for shape in plan.shapes[3:]]
+        need = plan.workspace_bytes
+        plan.run(call, made, library.empty(q, (need,), "uint8") if need else None)
     for place, like in enumerate((q, k, v)):
         if len(like.shape) == 3:
             made[place] = made[place][0]

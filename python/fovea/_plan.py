@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from fovea import _libraries, _native
@@ -35,6 +36,12 @@ def _stream(q: Array) -> int:
     library = _libraries.library_of(q, "q")
     device = library.device(q)
     return 0 if device is None else library.stream(device)
+
+
+def _current(q: Array) -> Any:
+    library = _libraries.library_of(q, "q")
+    device = library.device(q)
+    return contextlib.nullcontext() if device is None else library.current(device)
 
 
 def _call(arguments: dict[str, Any]) -> _native.Call:
@@ -81,7 +88,9 @@ class Plan:
         self._arguments = arguments
         threads = integer(threads, "threads", -(2**31), 2**31 - 1)
         try:
-            self._plan = _native.plan(_call(arguments), device, threads)
+            call = _call(arguments)
+            with _current(arguments["q"]):
+                self._plan = _native.plan(call, device, threads)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise with_names(error, _names) from None
 
@@ -107,11 +116,12 @@ class Plan:
             page numbers within the planned bounds, dropout_seed, dropout_offset.
         """
         call = _call({**self._arguments, **arguments})
+        q = arguments.get("q", self._arguments["q"])
         if workspace is None and self.workspace_bytes:
-            q = arguments.get("q", self._arguments["q"])
             library = _libraries.library_of(q, "q")
             workspace = library.empty(q, (self.workspace_bytes,), "uint8")
-        self._plan.run(call, workspace)
+        with _current(q):
+            self._plan.run(call, workspace)
 
 
 def plan(

@@ -122,6 +122,29 @@ void Array::release() {
   owner_.reset();
 }
 
+Array Array::bytes_beside(std::size_t count) const {
+  Array made;
+  const dlpack::ExchangeApi* api = owner_.is_valid() ? exchange_api(owner_) : nullptr;
+  if (api == nullptr || api->allocate == nullptr) return made;
+  auto extent = static_cast<std::int64_t>(count);
+  dlpack::Tensor prototype{};
+  prototype.device = device_;
+  prototype.ndim = 1;
+  prototype.dtype = {dlpack::unsigned_integer, 8, 1};
+  prototype.shape = &extent;
+  std::string fault;
+  const auto keep_fault = [](void* into, const char* /*kind*/, const char* message) {
+    *static_cast<std::string*>(into) = message;
+  };
+  if (api->allocate(&prototype, &made.managed_versioned_, &fault, keep_fault) != 0) {
+    throw DeviceError("a workspace of " + std::to_string(count) + " bytes on " +
+                      device_name(device_) + " cannot be had: " + fault);
+  }
+  made.take(made.managed_versioned_->tensor, "workspace");
+  made.present_ = true;
+  return made;
+}
+
 void Array::take(const dlpack::Tensor& tensor, const char* argument) {
   if (tensor.ndim < 0 || tensor.ndim > static_cast<int>(max_rank)) {
     refuse(argument, "has " + std::to_string(tensor.ndim) + " dimensions; at most 4 make sense");

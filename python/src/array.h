@@ -37,6 +37,10 @@ class Array {
   [[nodiscard]] dlpack::DataType dtype() const { return dtype_; }
   [[nodiscard]] dlpack::Device device() const { return device_; }
 
+  // New bytes on the device of this one, of the allocator of its library; absent if that library
+  // gives none from C.
+  [[nodiscard]] Array bytes_beside(std::size_t count) const;
+
  private:
   static constexpr std::size_t max_rank = 8;
 

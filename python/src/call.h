@@ -62,6 +62,7 @@ class Call {
 
   [[nodiscard]] const Problem& problem() const { return problem_; }
   [[nodiscard]] dlpack::Device device() const { return arrays_[q].device(); }
+  [[nodiscard]] const Array& array(Slot slot) const { return arrays_.at(slot); }
 
   // A further tensor of the layout that the one in `slot` has; absent if its array is.
   [[nodiscard]] Tensor tensor_like(Slot slot, const Array& array, const char* argument) const;

@@ -99,9 +99,10 @@ Plan plan_of(const Call& call, Device device) {
 
 class Workspace {
  public:
-  Workspace(nb::handle allocate, std::size_t bytes) {
+  Workspace(const Call& call, nb::handle allocate, std::size_t bytes) {
     if (bytes == 0) return;
-    array_ = Array(allocate(bytes), "workspace", Access::write);
+    array_ = call.array(q).bytes_beside(bytes);
+    if (!array_.present()) array_ = Array(allocate(bytes), "workspace", Access::write);
     bytes_ = {static_cast<std::byte*>(array_.data()), bytes};
   }
 
@@ -116,7 +117,7 @@ class Workspace {
 
 void attention_on_device(const Call& call, nb::handle allocate, Device device) {
   const Plan plan = plan_of(call, device);
-  const Workspace workspace(allocate, plan.workspace_bytes());
+  const Workspace workspace(call, allocate, plan.workspace_bytes());
   const nb::gil_scoped_release unlocked;
   plan.run(call.problem(), workspace.bytes());
 }
@@ -131,14 +132,14 @@ void attention_backward_on_device(const Call& call, const Gradients& gradients, 
   const auto plan = plan_of<BackwardPlan>(signature, [&] {
     return fovea::plan_backward(call.problem(), gradients, options_for(device));
   });
-  const Workspace workspace(allocate, plan.workspace_bytes());
+  const Workspace workspace(call, allocate, plan.workspace_bytes());
   const nb::gil_scoped_release unlocked;
   plan.run(call.problem(), gradients, workspace.bytes());
 }
 
 double seconds_of_launch(const Call& call, int repeat, nb::handle allocate) {
   const Plan plan = plan_of(call, Device::automatic);
-  const Workspace workspace(allocate, plan.workspace_bytes());
+  const Workspace workspace(call, allocate, plan.workspace_bytes());
   const nb::gil_scoped_release unlocked;
   const auto start = std::chrono::steady_clock::now();
   for (int i = 0; i < repeat; ++i) plan.run(call.problem(), workspace.bytes());

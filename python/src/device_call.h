@@ -7,8 +7,8 @@
 namespace fovea::python {
 
 // allocate(n) is Python's: a tensor of n bytes on q's device, which the call's stream may use at
-// once, and the next call's after it. The device is automatic, or an emulated one whose memory the
-// tensors are in.
+// once, and the next call's after it. It is asked where q's library gives none from C. The device
+// is automatic, or an emulated one whose memory the tensors are in.
 void attention_on_device(const Call& call, nb::handle allocate, Device device);
 void attention_backward_on_device(const Call& call, const Gradients& gradients, nb::handle allocate,
                                   Device device);

@@ -96,6 +96,20 @@ if DEVICE == "cpu":  # the tests ask what GPU there is, to leave out what old on
     torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(total_memory=80 << 30)
 
 
+def skips_itself(parameters: dict) -> bool:
+    """Would the test, in its first lines, call pytest.skip()?"""
+    given = parameters.get
+    if given("has_qv"):
+        return parameters["d"] != 64
+    new_kv, pages = given("new_kv", True), given("paged_kv_block_size") or given("page_size")
+    return (
+        (not new_kv and given("rotary_fraction", 0) > 0)
+        or (new_kv and "new_kv" in parameters and parameters["seqlen_q"] > parameters["seqlen_k"])
+        or (given("paged_kv_block_size") and (given("has_batch_idx") or given("has_leftpad")))
+        or ("page_size" in parameters and pages and parameters["seqlen_k"] % pages != 0)
+    )
+
+
 def reason_to_leave_out(name: str, parameters: dict) -> str | None:
     if name in LEFT_OUT:
         return LEFT_OUT[name]
@@ -103,8 +117,8 @@ def reason_to_leave_out(name: str, parameters: dict) -> str | None:
         return NO_WEIGHTS
     if "float8" in str(parameters.get("dtype")):
         return "fp8 has tests of its own, python/tests/test_fp8.py"
-    if parameters.get("has_qv") and parameters["d"] != 64:
-        return "the test itself skips qv with head dimensions other than 64"
+    if skips_itself(parameters):
+        return "the test itself skips them"
     if parameters.get("has_qv") and DEVICE == "cuda":
         return "q and qv joined are 320 or 576 wide, and kernels go to 256"
     rows = max(parameters.get(name, 0) for name in ("seqlen", "seqlen_q", "seqlen_k"))
@@ -141,7 +155,8 @@ def pytest_generate_tests(metafunc):
     if not metafunc._calls:
         return
     some = calls if not SAMPLE else random.Random(SEED).sample(calls, min(SAMPLE, len(calls)))
-    report.append(f"{name}: {len(some)} of {len(calls)} parameter sets")
+    if calls:
+        report.append(f"{name}: {len(some)} of {len(calls)} parameter sets")
     report.extend(f"{name}: {n} left out: {reason}" for reason, n in skipped.items())
     metafunc._calls = some
 
