@@ -89,3 +89,50 @@ def overhead(tensors: Any = None, repeat: int = 500) -> Table:
         "overhead": (best_python - best_native) * 1e6,
     }
     return Table([row])
+
+
+def _numpy() -> Any:
+    import numpy
+
+    return lambda rows: numpy.ones((1, rows, 1, 64), "float32")
+
+
+def _jax() -> Any:
+    import jax
+
+    cpu = jax.devices("cpu")[0]
+    return lambda rows: jax.device_put(_numpy()(rows), cpu)
+
+
+def _torch() -> Any:
+    import torch
+
+    return lambda rows: torch.ones(1, rows, 1, 64)
+
+
+def _torch_cuda() -> Any:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ImportError("there is no GPU")
+    return lambda rows: torch.ones(1, rows, 1, 64, dtype=torch.float16, device="cuda")
+
+
+def _cupy() -> Any:
+    import cupy
+
+    if not cupy.cuda.is_available():
+        raise ImportError("there is no GPU")
+    return lambda rows: cupy.ones((1, rows, 1, 64), "float16")
+
+
+def overheads() -> Table:
+    """overhead() with every array library that is here, on the CPU and on the GPU."""
+    table = Table()
+    for maker in (_numpy, _jax, _torch, _torch_cuda, _cupy):
+        try:
+            make = maker()
+        except ImportError:
+            continue
+        table += overhead(tuple(make(rows) for rows in (1, 16, 16)))
+    return table
