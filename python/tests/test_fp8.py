@@ -14,6 +14,8 @@ FORMATS = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.fl
 
 
 class Numpy:
+    lse_atol = 1e-5
+
     # The CPU computes the weights in fp32; kernels have them in 8 bits, and so by the root of the
     # mean square of the error.
     def close(self, out, expected):
@@ -48,6 +50,7 @@ class Torch(Numpy):
 
 class Cuda(Torch):
     device = "cuda"
+    lse_atol = 2e-3  # its exponentials are of the precision that the weights have
 
     def close(self, out, expected):
         error = self.back(out) - expected
@@ -100,7 +103,7 @@ def test_descales_of_heads(kind, rng, dtype, of_q):
     wide = [widened(kind, x, s) for x, s in zip((q, k, v), descales, strict=True)]
     expected_out, expected_lse = attention(*wide, causal=True)
     kind.close(out, expected_out)
-    np.testing.assert_allclose(kind.back(lse), expected_lse, atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(kind.back(lse), expected_lse, atol=kind.lse_atol, rtol=1e-5)
 
 
 def test_codes_without_descales(kind, rng):
