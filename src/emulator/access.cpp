@@ -264,7 +264,10 @@ bool locate_rows(Warp& warp, const Inst& inst, const OperandRef& address, bool w
   m.rows = 8 * inst.extra;
   Lanes lanes;
   AccessView view;
-  if (warp.launch->checks) view = view_of(warp, inst, 0);
+  if (warp.launch->checks) {
+    check_lanes_meet(warp);
+    view = view_of(warp, inst, 0);
+  }
   for (u32 r = 0; r < m.rows; ++r) {
     const int lane = static_cast<int>(r);
     m.row[r] = resolve(warp, inst, Space::shared, warp.address(address, lane), 16, lane, write);
@@ -342,8 +345,9 @@ Step run_memory_fence(Warp& warp, const Inst&) {
   return Step::next;
 }
 
-Step run_proxy_fence(Warp& warp, const Inst&) {
-  if (warp.launch->checks) check_proxy_fence(warp);
+// mode 1: shared memory alone
+Step run_proxy_fence(Warp& warp, const Inst& inst) {
+  if (warp.launch->checks) check_proxy_fence(warp, inst.mode == 0);
   return Step::next;
 }
 
@@ -534,6 +538,7 @@ void build_fence(Builder& b) {
     inst.run = run_barrier_init_fence;
   } else if (b.has("async")) {
     inst.run = run_proxy_fence;
+    inst.mode = b.has("shared::cta") || b.has("shared::cluster") ? 1 : 0;
   } else if (b.has("proxy") || b.has("sync_restrict::shared::cta") ||
              b.has("sync_restrict::shared::cluster")) {
     inst.run = run_no_fence;

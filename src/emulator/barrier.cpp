@@ -115,7 +115,10 @@ Step run_bar(Warp& warp, const Inst& inst) {
   }
   if (barrier.generation == fragment.token - 1) return Step::blocked;
   fragment.token = 0;
-  if (warp.launch->checks) check_acquire(warp, barrier.done);
+  if (warp.launch->checks) {
+    check_acquire(warp, barrier.done);
+    if (inst.aligned) check_lanes_meet(warp);
+  }
   if (inst.mode == bar_red) write_reduction(warp, inst, barrier);
   return Step::next;
 }
@@ -123,7 +126,10 @@ Step run_bar(Warp& warp, const Inst& inst) {
 Step run_warp_sync(Warp& warp, const Inst& inst) {
   const OperandRef* o = warp.operands(inst);
   const u32 members = warp.value32(o[0], warp.first_lane()) & warp.live;
-  if ((members & ~warp.active) == 0) return Step::next;
+  if ((members & ~warp.active) == 0) {
+    if (warp.launch->checks) check_lanes_meet(warp);
+    return Step::next;
+  }
   for (const Fragment& fragment : warp.fragments) {
     if (&fragment != &warp.fragment() && !fragment.blocked) return Step::blocked;
   }
@@ -184,7 +190,10 @@ Step run_cluster_wait(Warp& warp, const Inst& inst) {
   if (cluster.barrier.generation == warp.cluster_generation - 1) return Step::blocked;
   warp.cluster_generation = 0;
   ++warp.counters.barrier_waits;
-  if (warp.launch->checks) check_acquire(warp, cluster.barrier.done);
+  if (warp.launch->checks) {
+    check_acquire(warp, cluster.barrier.done);
+    if (inst.aligned) check_lanes_meet(warp);
+  }
   return Step::next;
 }
 

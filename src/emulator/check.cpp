@@ -11,7 +11,9 @@ constexpr u32 kTickMask = (1u << kTickBits) - 1;
 
 std::string agent_text(const Cluster& cluster, u32 agent) {
   const ClusterCheck& check = cluster.check;
-  const u32 rank = agent / check.agents_per_cta, index = agent % check.agents_per_cta;
+  const u32 rank = agent / check.agents_per_cta;
+  u32 index = agent % check.agents_per_cta;
+  if (index >= check.warps + kAsyncSlots) index -= check.warps + kAsyncSlots;
   std::string text = index < check.warps ? "warp " + std::to_string(index)
                                          : std::string("an asynchronous operation");
   if (cluster.ctas.size() > 1) text += " of CTA " + std::to_string(rank);
@@ -38,13 +40,15 @@ struct Conflict {
   bool with_write = false;
 };
 
+// A warp is in order with itself.
+bool is_own(const AccessView& view, u32 agent) { return agent == view.agent || agent == view.twin; }
+
 bool before(const AccessView& view, u32 epoch, ClockPart part) {
   return view.clock->at(part, epoch >> kTickBits) >= (epoch & kTickMask);
 }
 
 Conflict against_write(const AccessView& view, const Cell& cell, Access access, ClockPart part) {
-  const u32 agent = cell.write >> kTickBits;
-  if (agent == view.agent) return {};
+  if (is_own(view, cell.write >> kTickBits)) return {};
   if (is_strong(access) && (cell.flags & kStrongWrite) != 0) return {};
   if (!before(view, cell.write, part)) return {FaultKind::race, cell.write, true};
   const bool crosses = view.async && (cell.flags & kAsyncWrite) == 0 && part == clock_ordered;
@@ -57,7 +61,7 @@ Conflict against_write(const AccessView& view, const Cell& cell, Access access, 
 Conflict against_reads(const AccessView& view, const Cell& cell, Access access, ClockPart part) {
   for (std::size_t i = 0; i < cell.reads.size(); ++i) {
     const u32 epoch = cell.reads[i];
-    if (epoch == 0 || epoch >> kTickBits == view.agent) continue;
+    if (epoch == 0 || is_own(view, epoch >> kTickBits)) continue;
     if (is_strong(access) && (cell.strong_reads >> i & 1) != 0) continue;
     if (!before(view, epoch, part)) return {FaultKind::race, epoch, false};
   }
@@ -127,8 +131,8 @@ void check_start_cluster(Cluster& cluster) {
   ClusterCheck& check = cluster.check;
   check.on = true;
   check.warps = cluster.launch->warps;
-  check.agents_per_cta = check.warps + kAsyncSlots;
-  // Agent 0 tick 0 is the empty epoch, so ticks start at 1.
+  check.agents_per_cta = 2 * check.warps + kAsyncSlots;
+  // Agent 0 tick 0 is the empty epoch, so ticks start at 1; of warps at 2, since at 1 they met.
   check.agents = check.agents_per_cta * static_cast<u32>(cluster.ctas.size());
   check.ticks.assign(check.agents, 1);
   check.next_slot.assign(cluster.ctas.size(), 0);
@@ -142,14 +146,24 @@ void check_start_cluster(Cluster& cluster) {
 void check_start_warp(Warp& warp) {
   const ClusterCheck& check = warp.cluster->check;
   warp.agent = warp.cta->rank * check.agents_per_cta + warp.index;
+  warp.lone_agent = warp.agent + check.warps + kAsyncSlots;
   warp.check.clock.resize(check.agents);
   warp.check.clock.raise(clock_ordered, warp.agent, 1);
+  warp.check.clock.raise(clock_ordered, warp.lone_agent, 2);
   const std::size_t n = warp.program->registers.size();
   warp.check.defined.assign(n, 0);
   warp.check.in_flight.assign(n, 0);
   warp.check.written.assign(n, 0);
   warp.sequence = 1;
 }
+
+namespace {
+
+bool is_lone(const Warp& warp) { return std::popcount(warp.active) == 1; }
+
+u32 now(const Warp& warp) { return warp.check.clock.at(clock_ordered, warp.lone_agent); }
+
+}  // namespace
 
 AccessView view_of(Warp& warp, const Inst& inst, int lane) {
   AccessView view;
@@ -161,8 +175,11 @@ AccessView view_of(Warp& warp, const Inst& inst, int lane) {
   view.inst = &inst;
   view.clock = &warp.check.clock;
   view.known = &warp.check.known;
-  view.agent = warp.agent;
-  view.tick = warp.check.clock.at(clock_ordered, warp.agent);
+  view.known_proxied = &warp.check.known_proxied;
+  const bool lone = is_lone(warp);
+  view.agent = lone ? warp.lone_agent : warp.agent;
+  view.twin = lone ? warp.agent : warp.lone_agent;
+  view.tick = now(warp);
   return view;
 }
 
@@ -382,7 +399,7 @@ GlobalCell& global_cell(const Launch& launch, Allocation& allocation, u64 offset
 
 bool ordered_global(const AccessView& view, u32 epoch, u32 cluster, u32 time) {
   if (cluster == static_cast<u32>(view.cluster->serial)) {
-    return epoch >> kTickBits == view.agent || before(view, epoch, clock_ordered);
+    return is_own(view, epoch >> kTickBits) || before(view, epoch, clock_ordered);
   }
   const auto it = view.known->find(cluster);
   return it != view.known->end() && it->second >= time;
@@ -403,10 +420,29 @@ void report_global(const AccessView& view, u64 address, Access access, const std
              ", and nothing orders the two.");
 }
 
+// An addition after one that it has to follow.
+void check_sum(const AccessView& view, const GlobalCell& cell, u64 address) {
+  const bool own = cell.write_cluster == static_cast<u32>(view.cluster->serial);
+  const auto proxied = view.known_proxied->find(cell.write_cluster);
+  if (!ordered_global(view, cell.write, cell.write_cluster, cell.write_time)) {
+    report_global(view, address, Access::atomic, global_agent(view, cell.write, cell.write_cluster),
+                  true, cell.write_line);
+  } else if (!own && view.async &&
+             (proxied == view.known_proxied->end() || proxied->second < cell.write_time)) {
+    report(view, FaultKind::missing_proxy_fence,
+           "adds to global memory at " + hex(address) + " through the async proxy after " +
+               global_agent(view, cell.write, cell.write_cluster) +
+               " without fence.proxy.async behind what orders the two.");
+  }
+}
+
 void check_global_word(const AccessView& view, GlobalCell& cell, u64 address, u8 mask,
                        Access access) {
   const u32 mine = static_cast<u32>(view.cluster->serial);
   const bool both_strong = is_strong(access) && (cell.flags & kStrongWrite) != 0;
+  const bool sums =
+      view.launch->schedule.ordered_sums && access == Access::atomic && is_float(view.inst->type);
+  if (sums && cell.write != 0 && (cell.flags & kFloatSum) != 0) check_sum(view, cell, address);
   if (cell.write != 0 && (cell.written_bytes & mask) != 0 && !both_strong) {
     if (!ordered_global(view, cell.write, cell.write_cluster, cell.write_time)) {
       report_global(view, address, access, global_agent(view, cell.write, cell.write_cluster), true,
@@ -441,8 +477,8 @@ void check_global_word(const AccessView& view, GlobalCell& cell, u64 address, u8
   cell.write_time = time;
   cell.write_line = view.inst->line;
   cell.written_bytes = mask;
-  cell.flags =
-      static_cast<u8>((view.async ? kAsyncWrite : 0) | (is_strong(access) ? kStrongWrite : 0));
+  cell.flags = static_cast<u8>((view.async ? kAsyncWrite : 0) |
+                               (is_strong(access) ? kStrongWrite : 0) | (sums ? kFloatSum : 0));
   cell.read = 0;
 }
 
@@ -465,9 +501,31 @@ void check_global(const AccessView& view, Allocation& allocation, u64 address, u
 namespace {
 
 void tick(Warp& warp) {
-  Clock& clock = warp.check.clock;
-  const u32 now = clock.at(clock_ordered, warp.agent);
-  if (now < kTickMask) clock.raise(clock_ordered, warp.agent, now + 1);
+  if (now(warp) < kTickMask) {
+    warp.check.clock.raise(clock_ordered, warp.lone_agent, now(warp) + 1);
+  }
+}
+
+// What the lanes that are active do is part of what they know.
+void include_own(const Warp& warp, Clock& clock, ClockPart part) {
+  if (!is_lone(warp)) clock.raise(part, warp.agent, now(warp));
+}
+
+// What the lanes that are active know, and may pass on.
+void pass_on(const Warp& warp, Clock& object, u32 parts) {
+  const WarpCheck& check = warp.check;
+  if (!is_lone(warp) || check.withheld.empty()) {
+    object.join(check.clock, parts);
+  } else {
+    Clock known = check.clock;
+    for (const Withheld& held : check.withheld) {
+      for (u32 part = 0; part < clock_parts; ++part) {
+        known.set(static_cast<ClockPart>(part), held.agent, held.before[part]);
+      }
+    }
+    object.join(known, parts);
+  }
+  include_own(warp, object, clock_ordered);
 }
 
 void join_known(std::unordered_map<u32, u32>& to, const std::unordered_map<u32, u32>& from) {
@@ -479,12 +537,43 @@ void join_known(std::unordered_map<u32, u32>& to, const std::unordered_map<u32, 
 
 }  // namespace
 
-void check_release(Warp& warp, Clock& object) {
-  object.join(warp.check.clock);
+void check_lanes_meet(Warp& warp) {
+  if (is_lone(warp)) return;
+  warp.check.clock.raise(clock_ordered, warp.agent, now(warp));
+  warp.check.withheld.clear();
   tick(warp);
 }
 
-void check_acquire(Warp& warp, const Clock& object) { warp.check.clock.join(object); }
+void check_join_together(Warp& warp, u32 agent, u32 tick) {
+  Clock& clock = warp.check.clock;
+  Withheld held{agent};
+  for (u32 part = 0; part < clock_parts; ++part) {
+    held.before[part] = clock.at(static_cast<ClockPart>(part), agent);
+  }
+  warp.check.withheld.push_back(held);
+  clock.raise(clock_ordered, agent, tick);
+  clock.raise(clock_tensor, agent, tick);
+}
+
+void check_release(Warp& warp, Clock& object) {
+  pass_on(warp, object, clock_tensor);
+  tick(warp);
+}
+
+void check_share(Warp& warp, Clock& operation) { pass_on(warp, operation, clock_tensor); }
+
+void check_acquire(Warp& warp, const Clock& object) {
+  WarpCheck& check = warp.check;
+  check.clock.join(object);
+  if (object.empty()) return;
+  // What comes back through a barrier every lane knows by itself.
+  for (Withheld& held : check.withheld) {
+    for (u32 part = 0; part < clock_tensor; ++part) {
+      held.before[part] =
+          std::max(held.before[part], object.at(static_cast<ClockPart>(part), held.agent));
+    }
+  }
+}
 
 void check_release_relaxed(Warp& warp, Clock& object) {
   const WarpCheck& check = warp.check;
@@ -501,8 +590,10 @@ void check_release_async(const AsyncOp& op, Clock& object) {
   object.raise(clock_proxied, op.agent, op.agent_clock);
 }
 
-void check_proxy_fence(Warp& warp) {
+void check_proxy_fence(Warp& warp, bool global) {
+  if (global) join_known(warp.check.known_proxied, warp.check.known);
   warp.check.clock.join_part(clock_proxied, warp.check.clock, clock_ordered);
+  include_own(warp, warp.check.clock, clock_proxied);
   check_barrier_fence(warp);
   tick(warp);
 }
@@ -513,6 +604,7 @@ void check_memory_fence(Warp& warp) {
   join_known(check.known, check.known_acquired);
   check.known_acquired.clear();
   check.fenced = check.clock;
+  include_own(warp, check.fenced, clock_ordered);
   check.known_fenced = check.known;
   check.fenced_time = warp.cluster->check.time++;
   tick(warp);
@@ -556,19 +648,21 @@ void check_global_sync(Warp& warp, u64 address, bool release, bool acquire, bool
 }
 
 void check_barrier_init(Warp& warp, Mbarrier& barrier) {
-  barrier.init_agent = warp.agent;
-  barrier.init_clock = warp.check.clock.at(clock_ordered, warp.agent);
+  barrier.init_agent = is_lone(warp) ? warp.lone_agent : warp.agent;
+  barrier.init_clock = now(warp);
 }
 
 // mbarriers whose initialisation this warp has seen become visible to the async proxy and to other
 // CTAs.
 void check_barrier_fence(Warp& warp) {
   for (auto& [offset, barrier] : warp.cta->barriers) {
-    if (warp.check.clock.at(clock_ordered, barrier.init_agent) >= barrier.init_clock) {
+    if (barrier.init_agent == warp.agent ||
+        warp.check.clock.at(clock_ordered, barrier.init_agent) >= barrier.init_clock) {
       barrier.visible_to_async = true;
     }
   }
   warp.check.clock.join_part(clock_inits, warp.check.clock, clock_ordered);
+  include_own(warp, warp.check.clock, clock_inits);
   tick(warp);
 }
 
@@ -577,7 +671,7 @@ void check_barrier_use(const AccessView& view, Mbarrier& barrier, bool async_or_
   const auto knows = [&](ClockPart part) {
     return view.clock->at(part, barrier.init_agent) >= barrier.init_clock;
   };
-  if (view.agent != barrier.init_agent && !knows(clock_ordered) && !knows(clock_inits)) {
+  if (!is_own(view, barrier.init_agent) && !knows(clock_ordered) && !knows(clock_inits)) {
     report(view, FaultKind::race,
            "uses an mbarrier whose initialisation (line " + std::to_string(barrier.line) +
                ") is not ordered before it.");
@@ -599,11 +693,7 @@ void check_fork(AsyncOp& op, Warp& warp) {
   // Two ticks: an operation may end its reads before its writes.
   check.ticks[op.agent] = std::min(check.ticks[op.agent] + 2, kTickMask - 2);
   op.agent_clock = check.ticks[op.agent];
-  if (op.clock.empty()) {
-    op.clock = warp.check.clock;
-  } else {
-    op.clock.join(warp.check.clock, clock_parts);
-  }
+  pass_on(warp, op.clock, clock_parts);
   tick(warp);
 }
 

@@ -11,6 +11,13 @@
 //   arrival
 //             at the cluster's barrier passes on
 //   tensor    released operations taken over by tcgen05.fence::after_thread_sync
+//
+// Lanes. A warp has two agents: one for what several of its lanes do in an instruction, one for
+// what a lane does alone. What a lane releases alone, by an arrival or as the issuer of an
+// asynchronous operation, is what lanes did alone and what all did before they last met: at
+// bar.warp.sync or another barrier, at elect.sync or an aligned instruction of the tensor cores;
+// votes and shuffles order no memory. The warp's clock holds, for its agent of several lanes, when
+// they last met, and for the other one the present.
 #pragma once
 
 #include <array>
@@ -34,6 +41,7 @@ struct OperandRef;
 class Warp;
 class AsyncOp;
 
+// Agents of a CTA: its warps, operations, its warps' single lanes.
 inline constexpr u32 kAsyncSlots = 64;
 inline constexpr u32 kTickBits = 21;
 
@@ -54,6 +62,7 @@ class Clock {
     ticks_.assign(std::size_t{agents} * clock_parts, 0);
   }
   u32 at(ClockPart part, u32 agent) const { return ticks_[part * agents_ + agent]; }
+  void set(ClockPart part, u32 agent, u32 tick) { ticks_[part * agents_ + agent] = tick; }
   void raise(ClockPart part, u32 agent, u32 tick) {
     u32& value = ticks_[part * agents_ + agent];
     value = value < tick ? tick : value;
@@ -83,6 +92,7 @@ struct Cell {
 inline constexpr u8 kAsyncWrite = 1;
 inline constexpr u8 kStrongWrite = 2;  // of an atomic or a strong store
 inline constexpr u8 kStrongRead = 4;
+inline constexpr u8 kFloatSum = 8;  // global memory: an addition whose order counts
 
 struct SharedShadow {
   std::vector<Cell> cells;
@@ -108,17 +118,25 @@ struct GlobalSync {
   std::unordered_map<u32, u32> known;  // cluster -> release count
 };
 
+// What a warp knew of an operation before all lanes together waited for it.
+struct Withheld {
+  u32 agent = 0;
+  std::array<u32, clock_parts> before{};
+};
+
 struct WarpCheck {
   Clock clock;
-  std::vector<u32> defined;    // per virtual register: lanes
-  std::vector<u32> in_flight;  // per virtual register: number of the operation, 0 none
-  std::vector<u64> written;    // per virtual register: when, in warp instructions
-  Clock tensor_done;           // tcgen05 operations of this warp that have ended
-  u64 matrix_fence = 0;        // last wgmma.fence
+  std::vector<Withheld> withheld;  // since its lanes last met: a lane alone does not pass it on
+  std::vector<u32> defined;        // per virtual register: lanes
+  std::vector<u32> in_flight;      // per virtual register: number of the operation, 0 none
+  std::vector<u64> written;        // per virtual register: when, in warp instructions
+  Clock tensor_done;               // tcgen05 operations of this warp that have ended
+  u64 matrix_fence = 0;            // last wgmma.fence
   bool matrix_fence_seen = false;
   Clock fenced;    // clock at the last memory fence
   Clock acquired;  // taken by relaxed loads, valid after the next fence
   std::unordered_map<u32, u32> known, known_acquired, known_fenced;
+  std::unordered_map<u32, u32> known_proxied;  // before the last fence.proxy.async on global memory
   u32 fenced_time = 0;
   std::unordered_map<u32, std::vector<i32>> flights;  // operation -> its registers
 };
@@ -144,7 +162,9 @@ struct AccessView {
   const char* agent_name = "warp";
   const Clock* clock = nullptr;
   const std::unordered_map<u32, u32>* known = nullptr;
+  const std::unordered_map<u32, u32>* known_proxied = nullptr;
   u32 agent = 0;
+  u32 twin = 0;  // the warp's other agent
   u32 tick = 0;
   bool async = false;  // through the async proxy
 };
@@ -186,12 +206,18 @@ void check_tensor(const AccessView& view, Cta& target, u32 column, u32 columns, 
 void check_forget_shared(Cta& target, u32 offset, u32 bytes);
 
 // Synchronisation
+// All lanes of the warp, or those of a member mask, are here.
+void check_lanes_meet(Warp& warp);
+// All lanes have waited for an operation.
+void check_join_together(Warp& warp, u32 agent, u32 tick);
 void check_release(Warp& warp, Clock& object);
+// To an operation that several warps issue together.
+void check_share(Warp& warp, Clock& operation);
 // A relaxed arrival: passes on what fences before it have released.
 void check_release_relaxed(Warp& warp, Clock& object);
 void check_acquire(Warp& warp, const Clock& object);
 void check_release_async(const AsyncOp& op, Clock& object);
-void check_proxy_fence(Warp& warp);
+void check_proxy_fence(Warp& warp, bool global);
 void check_memory_fence(Warp& warp);
 void check_tensor_fence(Warp& warp, bool before);
 void check_global_sync(Warp& warp, u64 address, bool release, bool acquire, bool store, bool load);

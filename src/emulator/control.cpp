@@ -82,10 +82,12 @@ bool members_present(Warp& warp, const OperandRef& mask_operand) {
   return true;
 }
 
+// Lanes of a member mask that are not here are a fault. That orders no memory.
 void report_absent(Warp& warp, const Inst& inst, const OperandRef& mask_operand) {
+  if (!warp.launch->checks) return;
   const u32 members = warp.value32(mask_operand, warp.first_lane());
   const u32 absent = members & warp.live & ~warp.active;
-  if (absent != 0 && warp.launch->checks) {
+  if (absent != 0) {
     warp.fault(FaultKind::divergent, inst, std::countr_zero(absent),
                "lane " + std::to_string(std::countr_zero(absent)) +
                    " is named by the member mask " + hex(members) + " but is not here.");
@@ -237,6 +239,7 @@ Step run_elect(Warp& warp, const Inst& inst) {
   const OperandRef* o = warp.operands(inst);
   if (!members_present(warp, o[2])) return Step::blocked;
   report_absent(warp, inst, o[2]);
+  if (warp.launch->checks) check_lanes_meet(warp);  // what others' kernels count on
   const u32 members = warp.value32(o[2], warp.first_lane()) & warp.active;
   const int leader = members != 0 ? std::countr_zero(members) : warp.first_lane();
   if (o[0].kind != OperandRef::Kind::none) {

@@ -539,7 +539,8 @@ AccessView AsyncOp::view() const {
   result.agent_name = name();
   result.clock = &clock;
   result.known = &warp->check.known;
-  result.agent = agent;
+  result.known_proxied = &warp->check.known_proxied;
+  result.agent = result.twin = agent;
   result.tick = agent_clock;
   result.async = through_async_proxy();
   return result;

@@ -92,6 +92,10 @@ struct Schedule {
   // issue order, plain synchronisation orders tensor memory without tcgen05.fence, and registers of
   // tcgen05.ld are valid without a wait. Otherwise only what the manual promises holds.
   bool in_order_tensor = false;
+  // Sums of floating-point numbers in global memory depend on their order: additions to one word
+  // that nothing orders are a race, as for a kernel that promises equal bits. In turns between
+  // clusters, asynchronous additions also need fence.proxy.async behind the acquiring load.
+  bool ordered_sums = false;
   std::uint64_t step_limit = std::uint64_t{1} << 34;  // warp instructions before "runs for ever"
   std::size_t max_faults = 32;
   std::uint64_t cta_limit = 0;  // only the first clusters that make up so many CTAs run; 0: all

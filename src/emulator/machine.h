@@ -88,7 +88,7 @@ class Warp {
   Launch* launch = nullptr;
   const Program* program = nullptr;
   u32 index = 0;
-  u32 agent = 0;
+  u32 agent = 0, lone_agent = 0;
   u32 live = 0;  // lanes that have not exited
   u8* registers = nullptr;
   std::vector<u32> predicates;

@@ -151,8 +151,7 @@ void take_finished(Warp& warp, bool stores) {
     if (done.bulk != stores) {
       kept.push_back(done);
     } else if (warp.launch->checks) {
-      warp.check.clock.raise(clock_ordered, done.agent, done.tick);
-      warp.check.clock.raise(clock_tensor, done.agent, done.tick);
+      check_join_together(warp, done.agent, done.tick);
     }
   }
   warp.tensor_finished = std::move(kept);
@@ -175,6 +174,7 @@ void load_at_once(Warp& warp, const AsyncOp* load) {
 
 Step run_transfer(Warp& warp, const Inst& inst) {
   if (!whole_warp(warp, inst)) return Step::next;
+  if (warp.launch->checks) check_lanes_meet(warp);
   const bool store = inst.outputs == 0;
   const OperandRef* o = warp.operands(inst);
   const u32 address = static_cast<u32>(warp.address(o[inst.outputs], 0));
@@ -210,6 +210,7 @@ Step run_tensor_wait(Warp& warp, const Inst& inst) {
       return Step::blocked;
     }
   }
+  if (warp.launch->checks) check_lanes_meet(warp);
   take_finished(warp, stores);
   if (!stores) check_land_flight(warp, warp.tensor_flight++);
   ++warp.counters.barrier_waits;

@@ -264,17 +264,14 @@ Step run_mma_async(Warp& warp, const Inst& inst) {
   }
   if (warp.launch->checks) {
     check_fragments(warp, inst, accumulate);
-    if (group.clock.empty()) {
-      group.clock = warp.check.clock;
-    } else {
-      group.clock.join(warp.check.clock);
-    }
+    check_share(warp, group.clock);
   }
   return Step::next;
 }
 
 Step run_matrix_fence(Warp& warp, const Inst& inst) {
   full_warp(warp, inst);
+  if (warp.launch->checks) check_lanes_meet(warp);
   warp.check.matrix_fence = warp.sequence;
   warp.check.matrix_fence_seen = true;
   return Step::next;
@@ -312,6 +309,7 @@ Step run_matrix_wait(Warp& warp, const Inst& inst) {
   }
   ++warp.counters.barrier_waits;
   if (warp.launch->checks) {
+    check_lanes_meet(warp);
     for (u64 serial = wg.first_serial; serial < below; ++serial) {
       const MatrixGroup& group = wg.groups[serial - wg.first_serial];
       if (group.agent != 0) warp.check.clock.raise(clock_ordered, group.agent, group.agent_clock);

@@ -92,6 +92,7 @@ struct EmulationOptions {
   std::uint64_t seed = 0;
   bool checks = true;
   bool in_order_tensor = false;  // tcgen05 products follow each other in the order of issue
+  bool ordered_sums = false;     // floating-point sums in global memory need an order
   int sm_count = 0;              // when the device is opened; 0: the chip's
 };
 

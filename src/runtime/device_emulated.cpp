@@ -186,6 +186,7 @@ class EmulatedDevice final : public Device {
     schedule_.seed = options.seed;
     schedule_.checks = options.checks;
     schedule_.in_order_tensor = options.in_order_tensor;
+    schedule_.ordered_sums = options.ordered_sums;
     switch (options.order) {
       case EmulationOptions::Order::eager: schedule_.policy = emulator::Policy::eager; break;
       case EmulationOptions::Order::lazy: schedule_.policy = emulator::Policy::lazy; break;

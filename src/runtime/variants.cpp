@@ -9,6 +9,7 @@
 
 #include "fovea/fovea.hpp"
 #include "fovea/kernels.hpp"
+#include "runtime/backward_gpu.h"
 #include "runtime/forward_fp8.h"
 #include "runtime/forward_gpu.h"
 
@@ -89,7 +90,51 @@ constexpr Feature features[] = {
        p.window = {128, 0};
      }},
     {"float out", false, [](Problem& p) { p.out.dtype = core::DType::f32; }},
+    {"alibi causal", false,
+     [](Problem& p) {
+       p.alibi = {somewhere, core::DType::f32, {0, 1, 0, 0}};
+       p.window.right = 0;
+     }},
+    {"bias", false,
+     [](Problem& p) {
+       p.bias = {somewhere, p.q.dtype, {0, 0, p.seqlen_k, 1}};
+     }},
+    {"mask", false,
+     [](Problem& p) {
+       p.mask = {somewhere, core::DType::boolean, {0, 0, p.seqlen_k, 1}};
+     }},
+    {"dropout", false, [](Problem& p) { p.dropout.probability = 0.1f; }},
 };
+
+// Where the choice of a kernel looks at the length, tiles of some problems are not those of others.
+struct Length {
+  std::string_view name;
+  int64 keys;
+};
+constexpr Length forward_lengths[] = {{"", 2048}, {" long", 16384}};
+constexpr Length backward_lengths[] = {{"", 2048}, {" short", 128}};
+
+std::string_view name_of(core::DType dtype) { return dtype == core::DType::bf16 ? "bf16" : "f16"; }
+
+core::Gradients gradients_of(const Problem& p) {
+  core::Gradients g;
+  g.dout = p.out;
+  g.dq = p.q;
+  g.dk = p.k;
+  g.dv = p.v;
+  if (p.sink) g.dsink = p.sink;
+  if (p.bias) g.dbias = p.bias;
+  return g;
+}
+
+struct PartName {
+  BackwardPart part;
+  std::string_view name;
+};
+constexpr PartName backward_part_names[] = {
+    {BackwardPart::main, ""},          {BackwardPart::prepare, " prepare"},
+    {BackwardPart::finish, " finish"}, {BackwardPart::sink, " sink"},
+    {BackwardPart::bias, " bias"},     {BackwardPart::bias_sum, " bias sum"}};
 
 constexpr HeadDims usual_dims[] = {{64, 64}, {128, 128}};
 constexpr HeadDims all_dims[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {256, 256}};
@@ -104,44 +149,70 @@ class List {
 
   void add_forward() {
     for (const core::DType dtype : {core::DType::bf16, core::DType::f16}) {
-      for_problems(dtype, [&](const std::string& name, const Problem& p) {
+      for_problems(dtype, forward_lengths, [&](const std::string& name, const Problem& p) {
         if (!forward_supports(p, arch_).empty()) return;
-        add("fwd " + std::string(dtype == core::DType::bf16 ? "bf16 " : "f16 ") + name,
+        add("fwd " + std::string(name_of(dtype)) + " " + name,
             forward_text(choose_forward(p, core::SoftmaxPolicy::sum_guard, arch_)));
       });
     }
   }
 
   void add_fp8() {
-    for_problems(core::DType::bf16, [&](const std::string& name, const Problem& p) {
-      if (!forward_fp8_supports(p, arch_).empty()) return;
-      add("fwd fp8 " + name,
-          forward_fp8_text(choose_forward_fp8(p, core::SoftmaxPolicy::sum_guard, arch_, 0)));
-    });
+    for_problems(
+        core::DType::bf16, forward_lengths, [&](const std::string& name, const Problem& p) {
+          if (!forward_fp8_supports(p, arch_).empty()) return;
+          add("fwd fp8 " + name,
+              forward_fp8_text(choose_forward_fp8(p, core::SoftmaxPolicy::sum_guard, arch_, 0)));
+        });
+  }
+
+  void add_backward() {
+    for (const core::DType dtype : {core::DType::bf16, core::DType::f16}) {
+      const std::string start = "bwd " + std::string(name_of(dtype)) + " ";
+      for_problems(dtype, backward_lengths, [&](const std::string& name, const Problem& p) {
+        add_gradients(start + name, p);
+        if (!all_) return;
+        Problem in_turns = p;
+        in_turns.deterministic = true;
+        add_gradients(start + name + " deterministic", in_turns);
+      });
+    }
   }
 
   std::vector<Variant> take() { return std::move(variants_); }
 
  private:
   template <typename Visit>
-  void for_problems(core::DType dtype, const Visit& visit) {
+  void for_problems(core::DType dtype, std::span<const Length> lengths, const Visit& visit) {
     const std::span<const HeadDims> dims =
         all_ ? std::span<const HeadDims>(all_dims) : std::span<const HeadDims>(usual_dims);
     for (const HeadDims d : dims) {
       for (const Feature& feature : features) {
         if (!feature.usual && !all_) continue;
-        // The choice looks at the length: tiles of long problems are not those of short ones.
-        for (const int64 keys : {2048, 16384}) {
-          Problem p = plain_problem(dtype, d, keys);
+        for (const Length& length : lengths) {
+          Problem p = plain_problem(dtype, d, length.keys);
           feature.apply(p);
-          visit(dims_name(d) + " " + std::string(feature.name) + (keys > 8192 ? " long" : ""), p);
+          visit(dims_name(d) + " " + std::string(feature.name) + std::string(length.name), p);
         }
       }
     }
   }
 
-  void add(std::string name, std::string text) {
-    if (texts_.insert(text).second) variants_.push_back({std::move(name), std::move(text)});
+  void add_gradients(const std::string& name, const Problem& p) {
+    const core::Gradients gradients = gradients_of(p);
+    if (!backward_supports(p, gradients, arch_).empty()) return;
+    const core::BwdConfig config = choose_backward(p, gradients, arch_);
+    for (const PartName& part : backward_part_names) {
+      if (part.part == BackwardPart::sink && !gradients.dsink) continue;
+      const bool of_bias = part.part == BackwardPart::bias || part.part == BackwardPart::bias_sum;
+      if (of_bias && !gradients.dbias) continue;
+      add(name + std::string(part.name), backward_text(config, part.part), true);
+    }
+  }
+
+  void add(std::string name, std::string text, bool may_spill = false) {
+    if (!texts_.insert(text).second) return;
+    variants_.push_back({std::move(name), std::move(text), may_spill});
   }
 
   std::string_view arch_;
@@ -157,6 +228,7 @@ CompiledKernel compile(const Variant& variant, const std::string& arch) {
   CompileRequest request;
   request.text = variant.text;
   request.arch = arch;
+  request.strict = !variant.may_spill;
   try {
     const CompileResult compiled = default_jit().compile(request);
     result.seconds = compiled.seconds;
@@ -180,6 +252,7 @@ std::vector<Variant> kernel_variants(std::string_view arch, bool all) {
   List list(arch, all);
   list.add_forward();
   if (all) list.add_fp8();
+  list.add_backward();
   return list.take();
 }
 

@@ -9,8 +9,9 @@
 namespace fovea::runtime {
 
 struct Variant {
-  std::string name;  // unique
-  std::string text;  // the translation unit; unique
+  std::string name;        // unique
+  std::string text;        // the translation unit; unique
+  bool may_spill = false;  // is run although it spills a few registers
 };
 
 // What fovea::CompileKernels says of `all`. Throws Error for an unknown arch.
