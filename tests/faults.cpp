@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <map>
+#include <utility>
 
 namespace fovea::tests {
 
@@ -71,22 +73,69 @@ std::string predicate_of(const std::string& line) {
   return line.substr(space + 1, comma - space - 1);
 }
 
+// Where the lines of a text come from. .loc lines name a file's number, line and column, and, for
+// what was inlined, those of the call; of calls inside calls only some are named.
+class SourcePlaces {
+ public:
+  explicit SourcePlaces(const std::vector<std::string>& lines) {
+    for (const std::string& line : lines) {
+      int number = 0;
+      char name[256];
+      if (std::sscanf(line.c_str(), " .file %d \"%255[^\"]\"", &number, name) != 2) continue;
+      const std::string path = name;
+      files_[number] = path.substr(path.rfind('/') + 1);
+    }
+  }
+
+  // In the order of the text.
+  void read(const std::string& line) {
+    int file = 0, number = 0;
+    const std::size_t inlined = line.find("inlined_at");
+    if (inlined != std::string::npos &&
+        std::sscanf(line.c_str() + inlined, "inlined_at %d %d", &file, &number) == 2) {
+      add(file, number);
+    }
+    if (std::sscanf(line.c_str(), " .loc %d %d", &file, &number) == 2) add(file, number);
+  }
+
+  // The last few, the newest first: "mbarrier.h:82, pipeline.h:36, fwd_sm100.cuh:724".
+  std::string text() const {
+    std::string text;
+    for (const std::string& place : last_) text += (text.empty() ? "" : ", ") + place;
+    return text;
+  }
+
+ private:
+  void add(int file, int number) {
+    std::string place = files_[file] + ":" + std::to_string(number);
+    last_.erase(std::remove(last_.begin(), last_.end(), place), last_.end());
+    last_.insert(last_.begin(), std::move(place));
+    if (last_.size() > 6) last_.pop_back();
+  }
+
+  std::map<int, std::string> files_;
+  std::vector<std::string> last_;
+};
+
 }  // namespace
 
 std::vector<Mutant> mutants_of(const std::string& ptx, const std::string& entry) {
   const std::vector<std::string> lines = split_lines(ptx);
   std::vector<Mutant> mutants;
+  SourcePlaces places(lines);
   bool inside = false;
   auto add = [&](const std::string& kind, std::size_t at, const std::string& replacement) {
     std::vector<std::string> copy = lines;
     copy[at] = replacement;
     std::string broken = joined(copy);
     copy[at] = "trap;";
-    mutants.push_back({kind, static_cast<int>(at) + 1, lines[at], std::move(broken), joined(copy)});
+    mutants.push_back({kind, static_cast<int>(at) + 1, lines[at], std::move(broken), places.text(),
+                       joined(copy)});
   };
   for (std::size_t i = 0; i < lines.size(); ++i) {
     if (contains(lines[i], ".entry")) inside = contains(lines[i], (entry + "(").c_str());
     if (!inside) continue;
+    places.read(lines[i]);
     const std::string kind = removal_kind(lines[i]);
     if (kind.empty()) continue;
     // Where the wait's answer is used on another line, it is yes.
@@ -115,7 +164,7 @@ const char* name(FaultOutcome outcome) {
   }
 }
 
-void FaultTable::add(const std::string& kind, FaultOutcome outcome) {
+void FaultTable::add(const std::string& kind, FaultOutcome outcome, bool explained) {
   auto row = std::find_if(rows.begin(), rows.end(), [&](const Row& r) { return r.kind == kind; });
   if (row == rows.end()) row = rows.insert(rows.end(), Row{kind});
   if (outcome == FaultOutcome::unreached) {
@@ -125,6 +174,7 @@ void FaultTable::add(const std::string& kind, FaultOutcome outcome) {
   ++row->total;
   row->reported += outcome == FaultOutcome::reported ? 1 : 0;
   row->wrong_only += outcome == FaultOutcome::wrong ? 1 : 0;
+  row->explained += outcome == FaultOutcome::unnoticed && explained ? 1 : 0;
 }
 
 FaultTable::Row FaultTable::all() const {
@@ -134,6 +184,7 @@ FaultTable::Row FaultTable::all() const {
     sum.reported += row.reported;
     sum.wrong_only += row.wrong_only;
     sum.unreached += row.unreached;
+    sum.explained += row.explained;
   }
   return sum;
 }
@@ -143,12 +194,12 @@ std::string FaultTable::text() const {
   std::sort(shown.begin(), shown.end(), [](const Row& a, const Row& b) { return a.kind < b.kind; });
   shown.push_back(all());
   char line[120];
-  std::snprintf(line, sizeof line, "%-24s %8s %10s %10s\n", "fault", "injected", "reported",
-                "unreached");
+  std::snprintf(line, sizeof line, "%-24s %8s %10s %10s %10s\n", "fault", "injected", "reported",
+                "explained", "unreached");
   std::string text = line;
   for (const Row& row : shown) {
-    std::snprintf(line, sizeof line, "%-24s %8d %10d %10d\n", row.kind.c_str(), row.total,
-                  row.reported, row.unreached);
+    std::snprintf(line, sizeof line, "%-24s %8d %10d %10d %10d\n", row.kind.c_str(), row.total,
+                  row.reported, row.explained, row.unreached);
     text += line;
   }
   return text;

@@ -10,6 +10,7 @@ struct Mutant {
   std::string kind;  // "wait: mbarrier"
   int line = 0;      // of the PTX, from 1
   std::string before, ptx;
+  std::string where;    // in the source and in front of it: "mbarrier.h:82, pipeline.h:36"
   std::string trapped;  // the kernel with a trap in that line: who never meets it, has no fault
 };
 
@@ -25,10 +26,10 @@ const char* name(FaultOutcome outcome);
 struct FaultTable {
   struct Row {
     std::string kind;
-    int total = 0, reported = 0, wrong_only = 0, unreached = 0;
+    int total = 0, reported = 0, wrong_only = 0, unreached = 0, explained = 0;
   };
   std::vector<Row> rows;
-  void add(const std::string& kind, FaultOutcome outcome);
+  void add(const std::string& kind, FaultOutcome outcome, bool explained = false);
   std::string text() const;
   Row all() const;
 };

@@ -14,7 +14,7 @@ struct Load100Backward {
   using Plan = Bwd100Plan<C>;
   Plan& plan;
   const BwdParams& params;
-  const Bwd100Work<C>& work;
+  const Bwd100Work<C> work;  // in registers
   const int32 rank;
   const bool leader;  // of the warp
   int32 edges = 0;    // tiles cleared so far
@@ -102,12 +102,11 @@ struct Load100Backward {
         }
       }
     }
-    __syncwarp();
     if (!clears) return;
     mbarrier_wait(plan.edge_full, parity_of(edges++));
     clear_rows(target, count, panels, tile);
-    fence_proxy_async_shared();
-    __syncwarp();
+    fence_proxy_async_shared();  // dq alone could do without, after the fence behind dS
+    __syncwarp();                // of keys, other arrivals follow the next one
     if (leader) arrive(full);
   }
 
@@ -132,7 +131,7 @@ struct Load100Backward {
   // Numbers of the rows of a block.
   __forceinline__ void load_numbers(int64 number) {
     constexpr uint32 bytes = Plan::rows * 4;
-    plan.row_ring.wait_free(row_state);
+    if constexpr (Plan::releases_numbers) plan.row_ring.wait_free(row_state);
     if (leader) {
       plan.row_ring.expect(row_state, 2 * bytes);
       Barrier& full = plan.row_ring.full[row_state.stage];
@@ -141,7 +140,7 @@ struct Load100Backward {
       bulk_load(shared_address(plan.delta[row_state.stage]), params.delta + number * Plan::rows,
                 bytes, full);
     }
-    __syncwarp();
+    __syncwarp();  // once per block: no lane falls a phase of a barrier behind
     row_state.advance();
   }
 

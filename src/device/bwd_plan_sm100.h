@@ -105,7 +105,7 @@ struct Bwd100Plan : Bwd100Halves<C.pair> {
   Ring<1> dout_ring;
   Ring<1> q_columns_ring;     // pair
   Ring<1> dout_columns_ring;  // pair
-  Ring<2> row_ring;           // full: 1 producer and the bytes; free: each computing warp
+  Ring<2> row_ring;           // full: 1 producer and the bytes; free: as releases_numbers says
   Barrier keys_full;          // a producer for each tile of keys and the bytes
   Barrier edge_full;          // a tile that is cleared before others see it
 
@@ -124,6 +124,10 @@ struct Bwd100Plan : Bwd100Halves<C.pair> {
 
   Bwd100Work<C> work;
   uint32 tensor_memory;
+
+  // Numbers are free again when each computing warp says so. With one stage of q nobody has to: q
+  // of the next tile has waited for dk, which has waited for all that reads the numbers.
+  static constexpr bool releases_numbers = query_stages > 1;
 
   static constexpr uint32 computing_warps = 8;
   static constexpr uint32 reducing_warps = 4;
@@ -174,11 +178,6 @@ __forceinline__ void arrive_leader(Barrier& barrier) {
   } else {
     mbarrier_arrive(barrier);
   }
-}
-
-__forceinline__ void arrive_own(Barrier& barrier) {
-  __syncwarp();
-  if (lane_index() == 0) mbarrier_arrive(barrier);
 }
 
 // For the n-th time, from 0.

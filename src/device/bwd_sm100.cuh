@@ -110,7 +110,7 @@ struct Multiply100Backward {
       constexpr int32 behind = core::dq_over_weights(C) ? 1 : 2;
       if (n >= behind) wait_for<C>(plan.dq_free, n - behind);
     }
-    tcgen05_fence_after();
+    if (n > 0) tcgen05_fence_after();
     keys_by_queries<C.head_dim>(columns.scores, shared_address(plan.k),
                                 shared_address(plan.q[q_state.stage]));
     commit<C>(plan.scores_full);
@@ -120,10 +120,13 @@ struct Multiply100Backward {
 
   __forceinline__ void dp(int32 n) {
     wait_full<C>(plan.dout_ring, state);
-    if (n > 0 && !C.issue_order) wait_for<C>(plan.dk_done, n - 1);  // it reads dS^T
-    if (n > 0 && core::dq_over_dp(C)) wait_for<C>(plan.dq_free, n - 1);
+    if (n > 0 && core::dq_over_dp(C)) {
+      wait_for<C>(plan.dq_free, n - 1);  // dq has waited for dk
+    } else if (n > 0 && !C.issue_order) {
+      wait_for<C>(plan.dk_done, n - 1);  // it reads dS^T
+    }
     if constexpr (core::dp_over_scores(C)) wait_for<C>(plan.weights_full, n);
-    tcgen05_fence_after();
+    if (n > 0 || core::dp_over_scores(C)) tcgen05_fence_after();
     keys_by_queries<C.head_dim_v>(columns.dp, shared_address(plan.v), shared_address(plan.dout));
     commit<C>(plan.dp_full);
     if constexpr (C.pair) commit<C>(plan.dout_ring.free[0]);
@@ -131,13 +134,15 @@ struct Multiply100Backward {
   }
 
   __forceinline__ void dv(int32 n) {
-    wait_for<C>(plan.weights_full, n);
+    // In a pair, dq of the tile before has waited for these weights.
+    const bool waits = !C.pair || n == 0;
+    if (waits) wait_for<C>(plan.weights_full, n);
     SharedAddress rows = shared_address(plan.dout);
     if constexpr (C.pair) {
       wait_full<C>(plan.dout_columns_ring, late_state);
       rows = shared_address(plan.dout_columns);
     }
-    tcgen05_fence_after();
+    if (waits) tcgen05_fence_after();
     add_gradient<C.head_dim_v>(columns.dv, columns.scores, rows, n > 0);
     commit<C>(plan.weights_free);
     commit<C>(C.pair ? plan.dout_columns_ring.free[0] : plan.dout_ring.free[0]);
@@ -159,7 +164,7 @@ struct Multiply100Backward {
 
   // dq = dS k, of rows of queries: both operands MN-major.
   __forceinline__ void dq(int32 n, bool last) {
-    if (n > 0) wait_for<C>(plan.dq_free, n - 1);
+    if (n > 0 && !core::dq_over_dp(C)) wait_for<C>(plan.dq_free, n - 1);  // else dp has
     if constexpr (C.pair) {
       wait_for<C>(plan.exchanged, n);
       // Half of the next scores is read by then.
@@ -435,8 +440,9 @@ struct Compute100Backward {
       differentiate<hides>(i, words, dscores);
       tcgen05_store_32x32b_x16(base + (Plan::columns.dp + core::weight_column(chunk_of(i))),
                                dscores);
-      // The dS before it is read: dq of the last tile is there.
-      if (i == 0 && n > 0) wait_for<C>(plan.dq_full, n - 1);
+      // The dS before it is read: dq of the last tile is there. Where dq lies over dP, this dP
+      // could not be computed before.
+      if (!core::dq_over_dp(C) && i == 0 && n > 0) wait_for<C>(plan.dq_full, n - 1);
       store_shared(i, dscores);
     });
   }
@@ -468,8 +474,11 @@ struct Compute100Backward {
     tcgen05_fence_before();
     fence_proxy_async_shared();
     arrive_leader<C>(plan.dscores_full);
-    if constexpr (C.pair) arrive_own(plan.exchange_ready);
-    arrive_own(plan.row_ring.free[row_state.stage]);
+    // Lanes have met for that arrival.
+    if (lane_index() == 0) {
+      if constexpr (C.pair) mbarrier_arrive(plan.exchange_ready);
+      if constexpr (Plan::releases_numbers) mbarrier_arrive(plan.row_ring.free[row_state.stage]);
+    }
     row_state.advance();
   }
 
@@ -560,7 +569,7 @@ struct Reduce100 {
 
   Plan& plan;
   const BwdParams& params;
-  const Bwd100Work<C>& work;
+  const Bwd100Work<C> work;  // in registers
   const TensorAddress base;  // this warp's lanes
   const int32 rank;
   const bool adds;   // the thread that talks to the copy engine
@@ -592,7 +601,6 @@ struct Reduce100 {
   // The additions themselves must be complete, not only their source read, before the next may add.
   __forceinline__ void pass_turn(int64 number) {
     bulk_wait<0>();
-    fence_proxy_async_global();
     add_release(counter(number), 1u);
   }
 
@@ -663,7 +671,8 @@ struct Reduce100 {
         step(n++, first + block, block);
       }
     }
-    if (adds) bulk_wait<0>();
+    // The CTA's memory must not go before it has been read; in turns the last one has waited.
+    if (!C.deterministic && adds) bulk_wait_read<0>();
   }
 };
 
@@ -714,17 +723,16 @@ __forceinline__ void init_barriers(Bwd100Plan<C>& plan) {
   fence_mbarrier_init();
 }
 
-// All threads of the CTA, or of the pair.
+// All threads of the CTA, or of the pair. No work on tensor memory is on its way: all loads from it
+// have been waited for.
 template <BwdConfig C>
 __forceinline__ void meet() {
-  tcgen05_fence_before();
   if constexpr (C.pair) {
     cluster_arrive();
     cluster_wait();
   } else {
     __syncthreads();
   }
-  tcgen05_fence_after();
 }
 
 template <BwdConfig C>
@@ -772,7 +780,7 @@ __device__ void bwd_sm100(const BwdParams& params) {
         if (elect_one()) relay<C>(plan, rank, steps);
       }
     }
-    __syncwarp();
+    __syncwarp();  // before the aligned barrier
   }
   meet<C>();
   if (warp == owner) tcgen05_free<Plan::ctas>(tensor, 512);

@@ -60,7 +60,9 @@ struct Correct100 {
     if (!first) {
       const float factor = plan.row_factor[slot][row()];
       if (__any_sync(0xffffffffu, factor != 1.0f)) {
-        wait_pair<C>(plan.output_done[t], parity_of(n - 1));
+        if constexpr (!Plan::scores_follow_output) {
+          wait_pair<C>(plan.output_done[t], parity_of(n - 1));
+        }
         tcgen05_fence_after();
         scale_output<C>(output(t), factor);
         tcgen05_fence_before();
@@ -84,7 +86,7 @@ struct Correct100 {
       plan.row_ring[t].wait_full(row_states[t]);
       sum = plan.row_factor[slot_of<C>(t, seen[t] - 1)][row()];
       reference = plan.row_reference[t][row()];
-      arrive_warp(plan.row_ring[t].free[0]);
+      if constexpr (!Plan::rows_are_free) arrive_warp(plan.row_ring[t].free[0]);
       row_states[t].advance();
     }
     const FwdRow at = row_of(tile, t);
@@ -131,7 +133,7 @@ struct Correct100 {
   template <typename Store>
   __forceinline__ void compute_again(const Fwd100Tile& tile, int32 t, uint32 broken, Store store) {
     if constexpr (core::mends_rows(C)) {
-      __syncwarp();
+      if (broken != 0) __syncwarp();  // lanes have written what others are going to
       for (; broken != 0; broken &= broken - 1) {
         const int32 lane = __ffs(static_cast<int32>(broken)) - 1;
         const int32 index = static_cast<int32>(threadIdx.x % 128) / 32 * 32 + lane;
@@ -245,7 +247,7 @@ struct Correct100 {
     }
     if (has_output) {
       tcgen05_fence_before();
-      arrive_for_products<C>(plan.output_ring[t].free[0]);
+      if constexpr (!core::is_corrected(C)) arrive_for_products<C>(plan.output_ring[t].free[0]);
       output_states[t].advance();
     }
   }

@@ -186,7 +186,7 @@ struct Load100 {
       if constexpr (Plan::eight_bit) place.first_keys = key_tiles;
       mbarrier_arrive(plan.tile_ring.full[tile_state.stage]);
     }
-    __syncwarp();
+    __syncwarp();  // all lanes read it
     tile_state.advance();
     return place;
   }
@@ -195,17 +195,18 @@ struct Load100 {
   // of that step where two query tiles share it.
   __forceinline__ void load_tile(const Fwd100Tile& tile) {
     load_q(tile);
-    for (int32 n = 0; n <= tile.count(); ++n) {
-      const bool keys = n < tile.count();
+    const KeySpan all = tile;  // in registers
+    for (int32 n = 0; n <= all.count(); ++n) {
+      const bool keys = n < all.count();
       const bool values = n > 0;
       if constexpr (C.query_tiles == 2) {
-        if (values) load_values(tile, block_at(tile, n - 1));
-        if (keys) load_keys(tile, block_at(tile, n));
+        if (values) load_values(tile, block_at(all, n - 1));
+        if (keys) load_keys(tile, block_at(all, n));
         clear_edge();
       } else {
-        if (keys) load_keys(tile, block_at(tile, n));
+        if (keys) load_keys(tile, block_at(all, n));
         clear_edge();
-        if (values) load_values(tile, block_at(tile, n - 1));
+        if (values) load_values(tile, block_at(all, n - 1));
       }
     }
     clear_edge();

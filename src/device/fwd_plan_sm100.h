@@ -93,6 +93,14 @@ struct Fwd100Plan {
   uint32 tensor_memory;
   KeyScale scales[eight_bit ? core::key_scale_slots : 1][C.tile_k / core::scale_block];
 
+  // With corrections, two query tiles need not wait before they write rows: the product before the
+  // second block of a tile, or before its end, has waited for warps that have read the last rows.
+  static constexpr bool rows_are_free = core::is_corrected(C) && C.query_tiles == 2;
+
+  // The scores of a block are told of behind the product with the values of the one before, and a
+  // commit waits for all products before it. With one query tile they come in front of it.
+  static constexpr bool scores_follow_output = C.query_tiles == 2;
+
   static constexpr uint32 tile_consumers = 4 * C.query_tiles + 4 + 2;
   __forceinline__ SharedAddress staging(int32 query_tile) const {
     return C.out_apart ? shared_address(out) + query_tile * panels_v * panel_bytes
@@ -211,8 +219,9 @@ __forceinline__ int32 first_of(const KeySpan& all, const KeySpan& span) {
 __forceinline__ int32 last_of(const KeySpan& all, const KeySpan& span) {
   return span.begin == all.begin && span.count() > 1 ? span.begin + 1 : span.begin;
 }
-__forceinline__ int32 block_after(const KeySpan& all, const KeySpan& span, int32 block) {
-  return block == all.begin ? span.end - 1 : block - 1;
+// What follows the first; from there on they go down.
+__forceinline__ int32 second_of(const KeySpan& all, const KeySpan& span) {
+  return span.begin == all.begin ? span.end - 1 : span.end - 2;
 }
 
 // Where the n-th tile of keys of a query tile goes, and the parity of the barriers it completes.

@@ -65,8 +65,8 @@ struct Multiply100 {
       // The weights that these scores overwrite have been multiplied.
       const int32 before = n - (C.query_tiles == 2 ? 1 : 2);
       if (before >= 0) wait_pair<C>(plan.output_done[t], parity_of(before));
+      tcgen05_fence_after();
     }
-    tcgen05_fence_after();
     constexpr uint32 instruction =
         tcgen05_instruction({.a = type, .b = type, .m = rows, .n = C.tile_k});
     constexpr uint32 pattern = Plan::pattern_qk;
@@ -135,14 +135,19 @@ struct Multiply100 {
     const int32 n = added[t]++;
     const int32 slot = slot_of<C>(t, n);
     const uint32 parity = slot_parity<C>(n);
-    if (first) plan.output_ring[t].wait_free(output_states[t]);
-    if constexpr (core::is_corrected(C)) wait_pair<C>(plan.output_ready[slot], parity);
+    if constexpr (core::is_corrected(C)) {
+      wait_pair<C>(plan.output_ready[slot], parity);  // of the first keys, too: it has been read
+    } else if (first) {
+      plan.output_ring[t].wait_free(output_states[t]);
+    }
     wait_pair<C>(plan.weights_full[slot][0], parity);
     add<0, C.first_part>(t, slot, values, !first);
     if constexpr (!core::is_corrected(C)) commit<C>(plan.first_done[t]);
     wait_pair<C>(plan.weights_full[slot][1], parity);
     add<C.first_part, C.tile_k>(t, slot, values, true);
-    commit<C>(plan.output_done[t]);
+    if constexpr (!Plan::scores_follow_output || !(C.issue_order || core::weights_apart(C))) {
+      commit<C>(plan.output_done[t]);
+    }
     if (last) {
       commit<C>(plan.output_ring[t].full[0]);
       output_states[t].advance();
@@ -505,7 +510,7 @@ struct Softmax100 {
 
   // The rows in shared memory may be written: those of the last tile have been read.
   __forceinline__ void claim_rows() {
-    if (!claimed) plan.row_ring[query_tile].wait_free(row_state);
+    if (!Plan::rows_are_free && !claimed) plan.row_ring[query_tile].wait_free(row_state);
     claimed = true;
   }
 
@@ -519,7 +524,9 @@ struct Softmax100 {
       }
       arrive_warp(plan.factor_full[slot()]);
     } else if (!first && __any_sync(0xffffffffu, factor != 1.0f)) {
-      wait_pair<C>(plan.output_done[query_tile], parity_of(seen - 1));
+      if constexpr (!Plan::scores_follow_output) {
+        wait_pair<C>(plan.output_done[query_tile], parity_of(seen - 1));
+      }
       if (after_part) wait_pair<C>(plan.first_done[query_tile], parity_of(seen));
       tcgen05_fence_after();
       scale_output<C>(output(), factor);
@@ -648,11 +655,10 @@ struct Softmax100 {
     hand_over<1>();
   }
 
-  __forceinline__ void take(const Fwd100Tile& tile, const KeySpan& span, int32 block) {
+  __forceinline__ void take(const Fwd100Tile& tile, const KeySpan& span, int32 block, bool first) {
     constexpr float threshold = C.softmax == SoftmaxPolicy::online ? 0.0f
                                 : eight_bit ? core::fp8_rescale_threshold_log2
                                             : core::rescale_threshold_log2;
-    const bool first = block == first_of(tile, span);
     const Place place = place_of(tile, block);
     wait_pair<C>(plan.scores_full[slot()], slot_parity<C>(seen));
     tcgen05_fence_after();
@@ -673,7 +679,7 @@ struct Softmax100 {
 
   __forceinline__ void run() {
     while (const Fwd100Tile* tile = next_tile<C>(plan, tile_state)) {
-      const KeySpan& span = tile->spans[query_tile];
+      const KeySpan span = tile->spans[query_tile];  // in registers
       if (span.count() > 0) {
         reference = -infinity;
         sum = 0.0f;
@@ -682,10 +688,13 @@ struct Softmax100 {
           row_scale =
               query_scale<C>(params, *tile, find_row<C>(params, *tile, 128 * query_tile + row()));
         }
+        const int32 first = first_of(*tile, span);
+        const int32 last = last_of(*tile, span);
+        int32 next = second_of(*tile, span);
 #pragma unroll 1
-        for (int32 block = first_of(*tile, span);; block = block_after(*tile, span, block)) {
-          take(*tile, span, block);
-          if (block == last_of(*tile, span)) break;
+        for (int32 block = first;; block = next--) {
+          take(*tile, span, block, block == first);
+          if (block == last) break;
         }
         const int32 last_slot = slot_of<C>(query_tile, seen - 1);
         if constexpr (core::is_corrected(C)) {
@@ -767,9 +776,7 @@ __device__ void fwd(const Fwd100Params<C>& params) {
     tma_prefetch_map(&params.k);
     tma_prefetch_map(&params.v);
   }
-  tcgen05_fence_before();
   meet<C>();
-  tcgen05_fence_after();
   const TensorAddress tensor{plan.tensor_memory};
   const TensorAddress lanes = tensor.lane(32 * (warp % 4));
 
@@ -788,14 +795,11 @@ __device__ void fwd(const Fwd100Params<C>& params) {
     } else if (warp % 4 == 2) {
       if (elect_one()) store<C>(plan, params);
     }
-    __syncwarp();
+    __syncwarp();  // before the aligned barrier
   }
-  tcgen05_fence_before();
-  meet<C>();  // a pair's products and arrivals reach into both CTAs
-  if (owner) {
-    tcgen05_fence_after();
-    tcgen05_free<core::ctas_of(C)>(tensor, core::tensor_columns);
-  }
+  // A pair's products and arrivals reach into both CTAs; no work on tensor memory is on its way.
+  meet<C>();
+  if (owner) tcgen05_free<core::ctas_of(C)>(tensor, core::tensor_columns);
 }
 
 }  // namespace fovea::device

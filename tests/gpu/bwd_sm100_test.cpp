@@ -17,7 +17,7 @@
 #include "cpu/reference.h"
 #include "runtime/backward_gpu.h"
 #include "runtime/source.h"
-#include "tests/faults.h"
+#include "tests/explained.h"
 #include "tests/jit/jit_support.h"
 #include "tests/support.h"
 
@@ -207,10 +207,12 @@ class BackwardSeeds : public testing::TestWithParam<SeedCase> {};
 TEST_P(BackwardSeeds, DoNotChangeABit) {
   const Inputs inputs(GetParam().shape);
   const BwdConfig config = configure(inputs, GetParam().pair);
-  const Gradients eager = run(inputs, config, {});
-  EXPECT_EQ(run(inputs, config, {.order = EmulationOptions::Order::lazy}), eager);
+  using Order = EmulationOptions::Order;
+  const Gradients eager = run(inputs, config, {.ordered_sums = true});
+  EXPECT_EQ(run(inputs, config, {.order = Order::lazy, .ordered_sums = true}), eager);
   for (uint64 seed = 1; seed <= 6; ++seed) {
-    EXPECT_EQ(run(inputs, config, {.order = EmulationOptions::Order::random, .seed = seed}), eager)
+    EXPECT_EQ(run(inputs, config, {.order = Order::random, .seed = seed, .ordered_sums = true}),
+              eager)
         << seed;
   }
 }
@@ -319,7 +321,8 @@ TEST(BackwardCounts, KeepTheBudgetAndTheDistances) {
 // Runs a text in place of the main kernel's; true where the emulator has something to say.
 bool objects(const Inputs& inputs, const BwdConfig& config, const std::string& text,
              EmulationOptions::Order order, Gradients& result) {
-  Watched device("emulated:sm_100a", {.order = order, .seed = 2});
+  Watched device("emulated:sm_100a",
+                 {.order = order, .seed = 2, .ordered_sums = config.deterministic});
   device.change = [&](std::string image) {
     return image.find("tcgen05.mma") != std::string::npos ? text : image;
   };
@@ -345,12 +348,29 @@ FaultOutcome outcome_of(const Inputs& inputs, const BwdConfig& config, const Mut
                                                                       : FaultOutcome::unreached;
 }
 
-class BackwardFaults : public testing::TestWithParam<bool> {};
+constexpr Explained harmless[] = {
+    {"barrier: warp", "no lane falls a phase", "the emulator runs the lanes of a warp together"},
+    {"barrier: warp", "before the aligned barrier",
+     "the emulator joins the sides of a branch where they meet"},
+    {"barrier: warp", "other arrivals follow the next",
+     "what reads the tile also waits for rows, which this warp brings after it has met"},
+    {"fence: proxy", "fence_proxy_async_shared();  // dq alone",
+     "dq comes after dS, for which the computing warps have fenced all that they know"},
+    {"wait: bulk", "the CTA's memory", "the emulator keeps the memory of a CTA that has ended"},
+};
+
+struct FaultCase {
+  const char* name;
+  bool pair, turns;
+  Shape shape;
+};
+
+class BackwardFaults : public testing::TestWithParam<FaultCase> {};
 
 TEST_P(BackwardFaults, AreReported) {
-  // Rings go round; rows and keys end inside tiles, so that the clearing of them can be broken.
-  const Inputs inputs({.seqlen_q = 440, .seqlen_k = 200});
-  const BwdConfig config = configure(inputs, GetParam());
+  Inputs inputs(GetParam().shape);
+  inputs.problem.deterministic = GetParam().turns;
+  const BwdConfig config = configure(inputs, GetParam().pair);
   std::string text;
   Watched device("emulated:sm_100a", {});
   device.change = [&](std::string image) {
@@ -366,18 +386,30 @@ TEST_P(BackwardFaults, AreReported) {
   FaultTable table;
   for (std::size_t i = 3; i < mutants.size(); i += stride) {
     const FaultOutcome outcome = outcome_of(inputs, config, mutants[i], right);
-    table.add(mutants[i].kind, outcome);
+    const char* reason = explanation(mutants[i], harmless);
+    table.add(mutants[i].kind, outcome, reason != nullptr);
     if (outcome == FaultOutcome::reported) continue;
-    std::printf("%s: line %d [%s] %.110s\n", name(outcome), mutants[i].line,
-                mutants[i].kind.c_str(), mutants[i].before.c_str());
+    std::printf("%s: line %d [%s] %s%s%s\n", name(outcome), mutants[i].line,
+                mutants[i].kind.c_str(), mutants[i].where.c_str(), reason != nullptr ? ": " : "",
+                reason != nullptr ? reason : "");
   }
   std::printf("%zu in all; of these\n%s", mutants.size(), table.text().c_str());
   EXPECT_EQ(table.all().wrong_only, 0) << "a wrong result must not pass unreported";
-  EXPECT_GE(4 * table.all().reported, 3 * table.all().total);
+  EXPECT_EQ(table.all().reported + table.all().explained, table.all().total);
+  // Of a sample of few, one may be a good part.
+  const int floor = stride == 1 ? 95 : 75;
+  EXPECT_GE(100 * table.all().reported, floor * table.all().total);
 }
 
-INSTANTIATE_TEST_SUITE_P(Forms, BackwardFaults, testing::Bool(),
-                         [](const auto& tested) { return tested.param ? "pair" : "one_cta"; });
+// Rings go round; rows and keys end inside tiles, so that the clearing of them can be broken. In
+// turns several tiles of keys add to a block of rows.
+INSTANTIATE_TEST_SUITE_P(
+    Forms, BackwardFaults,
+    testing::Values(FaultCase{"one_cta_turns", false, true, {.seqlen_q = 440, .seqlen_k = 200}},
+                    FaultCase{"one_cta", false, false, {.seqlen_q = 440, .seqlen_k = 100}},
+                    FaultCase{"pair_turns", true, true, {.seqlen_q = 340, .seqlen_k = 300}},
+                    FaultCase{"pair", true, false, {.seqlen_q = 440, .seqlen_k = 200}}),
+    [](const auto& tested) { return std::string(tested.param.name); });
 
 }  // namespace
 }  // namespace fovea::tests
