@@ -277,10 +277,9 @@ struct Softmax100 {
     return {tile, block, at, ScoreRow<C>(params, tile, at)};
   }
 
-  // Columns [first, first + width) of a block, which this thread's row sees.
+  // Columns [begin, end) of a block, which this thread's row sees.
   struct Visible {
-    int32 first;
-    uint32 width;
+    int32 begin, end;
   };
 
   // Where little is done to a score, the next chunk is loaded while one is in use; elsewhere the
@@ -377,15 +376,20 @@ struct Softmax100 {
       if constexpr (C.bound_left) begin = max(0, position - params.window_left);
       if constexpr (C.bound_right) end = min(end, position + params.window_right + 1);
     }
-    return {begin - place.block * C.tile_k, static_cast<uint32>(max(0, end - begin))};
+    const int32 first = place.block * C.tile_k;
+    return {begin - first, max(begin, end) - first};
   }
 
-  // Hides what a row does not see: selects, so that what was there reaches nothing.
+  // Hides what a row does not see: selects, so that what was there reaches nothing. What is seen of
+  // a chunk is a word of bits, which are tested several at a time; comparing columns, the compiler
+  // keeps all 128 differences from the first pass to the second, and has no registers for them.
   __forceinline__ void mask(uint32 (&words)[chunk], int32 index, const Visible& seen_here) const {
+    const auto inside = [&](int32 column) { return min(max(column - chunk * index, 0), chunk); };
+    const auto bits = static_cast<uint32>((uint64{1} << inside(seen_here.end)) -
+                                          (uint64{1} << inside(seen_here.begin)));
 #pragma unroll
     for (int32 i = 0; i < chunk; ++i) {
-      const auto at = static_cast<uint32>(chunk * index + i - seen_here.first);
-      if (at >= seen_here.width) words[i] = __float_as_uint(-infinity);
+      if ((bits >> i & 1u) == 0) words[i] = __float_as_uint(-infinity);
     }
   }
 
