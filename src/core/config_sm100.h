@@ -144,9 +144,15 @@ constexpr int32 shared_bytes(const Fwd100Config& c) {
 }
 
 // Registers that setmaxnreg leaves to each thread; together what the launch takes at entry.
-constexpr int32 softmax_registers(const Fwd100Config& c) { return c.query_tiles == 2 ? 176 : 224; }
+// Scales and corrections together take the softmax more than the correcting warps need.
+constexpr bool softmax_is_tight(const Fwd100Config& c) {
+  return is_eight_bit(c) && is_corrected(c);
+}
+constexpr int32 softmax_registers(const Fwd100Config& c) {
+  return c.query_tiles == 1 ? 224 : softmax_is_tight(c) ? 184 : 176;
+}
 constexpr int32 correction_registers(const Fwd100Config& c) {
-  return c.query_tiles == 2 ? 80 : 160;
+  return c.query_tiles == 1 ? 160 : softmax_is_tight(c) ? 64 : 80;
 }
 constexpr int32 other_registers(const Fwd100Config& c) { return c.query_tiles == 2 ? 80 : 120; }
 

@@ -380,16 +380,16 @@ struct Softmax100 {
     return {begin - first, max(begin, end) - first};
   }
 
-  // Hides what a row does not see: selects, so that what was there reaches nothing. What is seen of
-  // a chunk is a word of bits, which are tested several at a time; comparing columns, the compiler
-  // keeps all 128 differences from the first pass to the second, and has no registers for them.
+  // Hides what a row does not see: selects, so that what was there reaches nothing.
   __forceinline__ void mask(uint32 (&words)[chunk], int32 index, const Visible& seen_here) const {
-    const auto inside = [&](int32 column) { return min(max(column - chunk * index, 0), chunk); };
-    const auto bits = static_cast<uint32>((uint64{1} << inside(seen_here.end)) -
-                                          (uint64{1} << inside(seen_here.begin)));
+    int32 first = seen_here.begin - chunk * index;
+    // Differences of the first pass are not worth 128 registers until the second. Random numbers
+    // between the two leave none to keep them in.
+    if constexpr (!C.has_dropout) asm volatile("" : "+r"(first));
+    const auto width = static_cast<uint32>(seen_here.end - seen_here.begin);
 #pragma unroll
     for (int32 i = 0; i < chunk; ++i) {
-      if ((bits >> i & 1u) == 0) words[i] = __float_as_uint(-infinity);
+      if (static_cast<uint32>(i - first) >= width) words[i] = __float_as_uint(-infinity);
     }
   }
 
@@ -681,24 +681,30 @@ struct Softmax100 {
     ++seen;
   }
 
+  __forceinline__ void take_blocks(const Fwd100Tile& tile, const KeySpan& span) {
+    const int32 first = first_of(tile, span);
+    const int32 last = last_of(tile, span);
+    int32 next = second_of(tile, span);
+#pragma unroll 1
+    for (int32 block = first;; block = next--) {
+      take(tile, span, block, block == first);
+      if (block == last) break;
+    }
+  }
+
   __forceinline__ void run() {
     while (const Fwd100Tile* tile = next_tile<C>(plan, tile_state)) {
-      const KeySpan span = tile->spans[query_tile];  // in registers
-      if (span.count() > 0) {
+      if (tile->spans[query_tile].count() > 0) {
         reference = -infinity;
         sum = 0.0f;
         claimed = false;
         if constexpr (eight_bit) {
           row_scale =
               query_scale<C>(params, *tile, find_row<C>(params, *tile, 128 * query_tile + row()));
-        }
-        const int32 first = first_of(*tile, span);
-        const int32 last = last_of(*tile, span);
-        int32 next = second_of(*tile, span);
-#pragma unroll 1
-        for (int32 block = first;; block = next--) {
-          take(*tile, span, block, block == first);
-          if (block == last) break;
+          take_blocks(*tile, tile->spans[query_tile]);
+        } else {
+          const KeySpan span = tile->spans[query_tile];  // in registers
+          take_blocks(*tile, span);
         }
         const int32 last_slot = slot_of<C>(query_tile, seen - 1);
         if constexpr (core::is_corrected(C)) {
