@@ -33,9 +33,13 @@ def window_bounds(window: Window) -> tuple[int, int]:
 
 
 def with_names(error: Exception, names: dict[str, str]) -> Exception:
-    """The same error with the caller's name of the argument: 'k has ...' -> 'k_cache has ...'."""
-    first, separator, rest = str(error).partition(" ")
-    return type(error)(names.get(first, first) + separator + rest)
+    """The same error with the caller's names of arguments: 'k has ...' -> 'k_cache has ...'."""
+    words = str(error).split(" ")
+    words[0] = names.get(words[0], words[0])
+    for place, word in enumerate(words):
+        if word in ("q", "k", "v"):
+            words[place] = names.get(word, word)
+    return type(error)(" ".join(words))
 
 
 _descale_names = {"q_scale": "q_descale", "k_scale": "k_descale", "v_scale": "v_descale"}

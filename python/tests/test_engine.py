@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -73,6 +74,31 @@ def test_bench_returns_a_table():
     table = fovea.bench("--d", "64", "--seqs", "128", "--threads", "1")
     assert table and all(isinstance(row, dict) for row in table)
     assert len(str(table).splitlines()) == len(table) + 1
+
+
+def test_stubs_are_up_to_date():
+    """The names of the native module and of its functions' arguments are those of _native.pyi."""
+    stub = ast.parse((Path(fovea.__file__).parent / "_native.pyi").read_text())
+
+    def functions(body, of):
+        for node in body:
+            if isinstance(node, ast.FunctionDef) and not node.decorator_list:
+                yield node, getattr(of, node.name)
+
+    classes = [node for node in stub.body if isinstance(node, ast.ClassDef)]
+    found = list(functions(stub.body, fovea._native))
+    for node in classes:
+        found += functions(node.body, getattr(fovea._native, node.name))
+    for node, function in found:
+        arguments = re.findall(r"(\w+):", function.__doc__.splitlines()[0].split(" ->")[0])
+        if arguments[:1] == ["arg"]:  # nanobind's name for one that has none
+            continue
+        stubs = [a.arg for a in node.args.args if a.arg != "self"]
+        assert stubs == arguments, node.name
+    public = {name for name in dir(fovea._native) if not name.startswith("_")}
+    assert public == {n.name for n, f in found if f in vars(fovea._native).values()} | {
+        node.name for node in classes
+    }
 
 
 def test_import_brings_nothing_big():

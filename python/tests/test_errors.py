@@ -143,6 +143,13 @@ def test_says_which_argument(kind, argument, call):
     assert str(caught.value).split()[0] == argument, caught.value
 
 
+def test_says_both_names_as_the_function_knows_them():
+    with pytest.raises(ValueError, match="^cache_seqlens is -1 at entry 0, but k_cache has room"):
+        fovea.flash_attn_with_kvcache(Q, K, K, cache_seqlens=-1)
+    with pytest.raises(ValueError, match="^key has .* but query has"):
+        fovea.sdpa(Q, ones(1, 4, 4, 9), Q)
+
+
 def test_numbers_of_numpy_are_numbers():
     expected = fovea.flash_attn_func(Q, K, K, 0.5, True, window_size=(2, 0))
     np.testing.assert_array_equal(
