@@ -24,9 +24,8 @@ struct BwdConfig {
   bool has_mask = false;
   bool has_dropout = false;
   bool split_columns = false;  // warpgroups have the same keys and share their columns; see keys_of
-  // Of Hopper's schedule: dq is added from registers, not through shared memory.
-  bool direct_dq = false;
-  bool dq_apart = false;  // dq is multiplied by a warpgroup of its own, which copies and adds, too
+  // Of Hopper's schedule: dq is multiplied by a warpgroup of its own, which copies and adds, too.
+  bool dq_apart = false;
   // Blackwell's kernel (core/config_backward_sm100.h) instead of Hopper's; and of that alone:
   bool tensor_memory = false;
   bool pair = false;         // two CTAs drive each product, over 256 keys

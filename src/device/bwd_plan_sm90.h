@@ -66,10 +66,11 @@ __forceinline__ BwdVisit first_visit(const BwdParams& params, const BwdWork<C>& 
   return {work.head_kv * params.group_size, work.block_begin};
 }
 
-// Moves to the next; false behind the last.
+// Moves to the next; false behind the last. The caller has `block_end` in a register.
 template <BwdConfig C>
-__forceinline__ bool advance(const BwdParams& params, const BwdWork<C>& work, BwdVisit& visit) {
-  if (++visit.block < work.block_end) return true;
+__forceinline__ bool advance(const BwdParams& params, const BwdWork<C>& work, int32 block_end,
+                             BwdVisit& visit) {
+  if (++visit.block < block_end) return true;
   visit.block = work.block_begin;
   return ++visit.head < (work.head_kv + 1) * params.group_size;
 }
@@ -122,11 +123,11 @@ struct BwdPlan {
   // Named barriers, of all computing threads. 0 is __syncthreads.
   static constexpr int32 scores_barrier = 1;
   static constexpr int32 clear_barrier = 2;
-  static constexpr int32 dq_barrier = 3;  // of the warpgroup of dq
+  static constexpr int32 dq_barrier = 3;       // of the warpgroup of dq
+  static constexpr int32 weights_barrier = 4;  // of P, where it goes through shared memory
 
   static_assert(C.dtype == DType::bf16 || C.dtype == DType::f16);
   static_assert(C.head_dim % core::panel_columns == 0 && C.head_dim_v % core::panel_columns == 0);
-  static_assert(!C.deterministic || !C.direct_dq, "turns are the adding thread's");
   static_assert(C.split_columns || (C.head_dim == C.head_dim_v && C.head_dim <= 128));
 };
 

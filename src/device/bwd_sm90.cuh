@@ -21,6 +21,29 @@
 
 namespace fovea::device {
 
+// A unit of dq = dS k: with head_dim 64 its half of the rows, with 128 its half of the columns.
+template <BwdConfig C>
+__forceinline__ void issue_dq_unit(float (&dq)[core::dq_unit_floats / 128], BwdPlan<C>& plan,
+                                   int32 stage, int32 unit) {
+  using Plan = BwdPlan<C>;
+  constexpr bool split_rows = C.head_dim == 64;
+  constexpr uint32 panel_bytes = Plan::keys * Plan::row_bytes;
+  const uint32 own = static_cast<uint32>(unit) * panel_bytes;
+  const SharedAddress scores =
+      shared_address(plan.scores[0]) + static_cast<uint32>(stage) * Plan::score_bytes;
+  const SharedAddress keys = shared_address(plan.k);
+  const uint64 b = wgmma_descriptor(Swizzle::b128, (keys + (split_rows ? 0u : own)).value,
+                                    panel_bytes, Plan::group_bytes);
+  const uint64 a = wgmma_descriptor(Swizzle::b128, (scores + (split_rows ? own : 0u)).value,
+                                    panel_bytes, Plan::group_bytes);
+#pragma unroll
+  for (int32 step = 0; step < Plan::keys / 16; ++step) {
+    bwd_dq(dq, descriptor_advance(a, step * 16 * Plan::row_bytes),
+           descriptor_advance(b, step * 16 * Plan::row_bytes), step > 0);
+  }
+  wgmma_commit();
+}
+
 // ---- Role: compute, one warpgroup: 64 keys, all columns -----------------------------------------
 //
 // P^T and dS^T stay in registers as operand A; only dS goes through shared memory, for dq.
@@ -75,26 +98,6 @@ struct BwdCompute : BwdTile<C> {
     wgmma_commit();
   }
 
-  // A unit of dq = dS k: with head_dim 64 this warpgroup's half of the rows, with 128 its half of
-  // the columns. Both operands MN-major.
-  __forceinline__ void issue_dq(float (&dq)[unit_count]) {
-    constexpr bool split_rows = C.head_dim == 64;
-    constexpr uint32 panel_bytes = Plan::keys * Plan::row_bytes;
-    const uint32 own = static_cast<uint32>(this->warpgroup) * panel_bytes;
-    const SharedAddress rows = this->dscores_tile();
-    const SharedAddress keys = shared_address(this->plan.k);
-    const uint64 a = wgmma_descriptor(Swizzle::b128, (rows + (split_rows ? own : 0u)).value,
-                                      panel_bytes, Plan::group_bytes);
-    const uint64 b = wgmma_descriptor(Swizzle::b128, (keys + (split_rows ? 0u : own)).value,
-                                      panel_bytes, Plan::group_bytes);
-#pragma unroll
-    for (int32 step = 0; step < Plan::keys / 16; ++step) {
-      bwd_dq(dq, descriptor_advance(a, step * 16 * Plan::row_bytes),
-             descriptor_advance(b, step * 16 * Plan::row_bytes), step > 0);
-    }
-    wgmma_commit();
-  }
-
   // Waits for a block's rows and issues its scores.
   __forceinline__ void begin(int32 block) {
     this->plan.q_ring.wait_full(this->q_state);
@@ -103,35 +106,44 @@ struct BwdCompute : BwdTile<C> {
     issue_scores(scores, shared_address(this->plan.k), this->q_tile(), C.head_dim / 16);
   }
 
+  __forceinline__ void issue_dv(const Fragments& weights) {
+    wgmma_fence();
+    issue_gradient(dv, weights, this->dout_tile());
+  }
+
   // From scores in flight to dS in shared memory, with dV in flight. What runs beside what is a
   // matter of registers: dk, dv and both kinds of scores are 192.
   __forceinline__ void find_dscores_of(const BwdVisit& at, Fragments& dweights) {
-    constexpr bool together = Plan::rows == 64 && !C.dq_apart;  // S and dP
-    Fragments weights;                                          // P^T as operand A
-    Fragments kept;                                             // P again, for while dv has it
-    float dscores[score_count];                                 // dP
+    constexpr bool in_place = !C.dq_apart && !core::modifies_backward(C);  // P beside dP
+    constexpr bool dv_first = !C.dq_apart && !in_place;
+    constexpr bool together = in_place || (!C.dq_apart && Plan::rows == 64);  // S beside dP
+    Fragments weights;                                                        // P^T as operand A
+    Fragments kept;                                                           // what dS takes of it
+    float dscores[score_count];                                               // dP
     if constexpr (together) issue_dp(dscores);
     const bool hides = !this->sees_all(at.block);
     wgmma_wait<together ? 1 : 0>();
     wgmma_hold(scores);
-    this->find_weights(weights, kept, scores, at.head, at.block, hides);
+    if constexpr (in_place) {
+      this->find_weights_in_place(scores, at.block, hides);
+    } else {
+      this->find_weights(weights, kept, scores, at.head, at.block, hides);
+    }
     if constexpr (!together) issue_dp(dscores);
+    if constexpr (dv_first) issue_dv(weights);
+    wgmma_wait<dv_first ? 1 : 0>();
+    wgmma_hold(dscores);
+    if constexpr (in_place) {
+      this->find_both(weights, dweights, scores, dscores, hides);
+    } else {
+      this->find_dscores(dweights, kept, dscores, hides);
+    }
+    if constexpr (C.dq_apart) this->plan.scores_ring.wait_free(this->q_state);
+    this->store_scores(this->dscores_tile(), dweights);
+    if constexpr (!dv_first) issue_dv(weights);
     if constexpr (C.dq_apart) {
-      wgmma_wait<0>();
-      wgmma_hold(dscores);
-      this->find_dscores(dweights, weights, dscores, hides);
-      this->plan.scores_ring.wait_free(this->q_state);
-      this->store_scores(this->dscores_tile(), dweights);
-      wgmma_fence();
-      issue_gradient(dv, weights, this->dout_tile());
       this->hand_scores_over();
     } else {
-      wgmma_fence();
-      issue_gradient(dv, weights, this->dout_tile());
-      wgmma_wait<1>();
-      wgmma_hold(dscores);
-      this->find_dscores(dweights, kept, dscores, hides);
-      this->store_scores(this->dscores_tile(), dweights);
       this->publish_scores();
     }
   }
@@ -147,12 +159,12 @@ struct BwdCompute : BwdTile<C> {
       this->release_dout();
     } else {
       float dq[unit_count];  // [64 x 64]
-      issue_dq(dq);
+      issue_dq_unit<C>(dq, this->plan, this->q_state.stage, this->warpgroup);
       issue_gradient(dk, dweights, this->q_tile());
       wgmma_wait<1>();
       wgmma_hold(dq);
       this->release_dout();
-      this->add_dq(dq, 0, visit_number<C>(this->params, this->work, at));
+      this->add_dq(dq, 0);
     }
     wgmma_wait<0>();
     wgmma_hold(dk);
@@ -173,7 +185,7 @@ struct BwdCompute : BwdTile<C> {
       do {
         begin(at.block);
         step(at);
-      } while (advance<C>(this->params, this->work, at));
+      } while (advance<C>(this->params, this->work, this->block_end, at));
     }
     this->store_gradients(dk, 0, dv, 0);
   }
@@ -195,6 +207,8 @@ struct BwdColumns : BwdTile<C> {
   static constexpr Panels dv_own = dv_panels(C, own);
   static constexpr Panels dq_own = dq_panels(C, own);
   static constexpr int32 panel_count = 32;  // numbers of a panel in a thread
+  // dv beside the derivative, where registers are left.
+  static constexpr bool dv_early = !core::modifies_backward(C);
 
   // One number where it has none.
   static constexpr int32 numbers(Panels panels) {
@@ -255,6 +269,12 @@ struct BwdColumns : BwdTile<C> {
     wgmma_commit();
   }
 
+  __forceinline__ void issue_dv(SharedAddress dout) {
+    if constexpr (dv_own.count > 0) {
+      issue_gradient(dv, this->weights_tile(), dout, dv_own.begin);
+    }
+  }
+
   // P and dS of this step into shared memory.
   __forceinline__ void find_scores(int32 head, int32 block, SharedAddress q, SharedAddress dout) {
     float scores[score_count];
@@ -271,7 +291,11 @@ struct BwdColumns : BwdTile<C> {
     wgmma_hold(scores);
     this->find_weights(weights, kept, scores, head, block, hides);
     this->store_scores(this->weights_tile(), weights);
-    wgmma_wait<0>();
+    if constexpr (dv_early) {
+      this->publish_weights();
+      issue_dv(dout);
+    }
+    wgmma_wait<(dv_early && dv_own.count > 0)>();
     wgmma_hold(dscores);
     this->find_dscores(weights, kept, dscores, hides);
     this->store_scores(this->dscores_tile(), weights);
@@ -285,22 +309,19 @@ struct BwdColumns : BwdTile<C> {
     const SharedAddress q = this->q_tile();
     const SharedAddress dout = this->dout_tile();
     find_scores(at.head, at.block, q, dout);
+    if constexpr (!dv_early) issue_dv(dout);
     if constexpr (dq_own.count > 0) issue_dq(dq);
-    if constexpr (dv_own.count > 0) {
-      issue_gradient(dv, this->weights_tile(), dout, dv_own.begin);
-    }
     if constexpr (dk_own.count > 0) issue_gradient(dk, this->dscores_tile(), q, dk_own.begin);
-    if constexpr (dq_own.count > 0) {
-      wgmma_wait<(dv_own.count > 0) + (dk_own.count > 0)>();
-      wgmma_hold(dq);
-#pragma unroll
-      for (int32 j = 0; j < dq_own.count; ++j) {
-        this->add_dq(dq, j, visit_number<C>(this->params, this->work, at));
-      }
-    }
     wgmma_wait<(dk_own.count > 0)>();
     wgmma_hold(dv);
     this->release_dout();
+    if constexpr (dq_own.count > 0) {
+      wgmma_hold(dq);
+#pragma unroll
+      for (int32 j = 0; j < dq_own.count; ++j) {
+        this->add_dq(dq, j);
+      }
+    }
     wgmma_wait<0>();
     wgmma_hold(dk);
     this->release_q();
@@ -318,7 +339,7 @@ struct BwdColumns : BwdTile<C> {
 #pragma unroll 1
       do {
         step(at);
-      } while (advance<C>(this->params, this->work, at));
+      } while (advance<C>(this->params, this->work, this->work.block_end, at));
     }
     this->store_gradients(dk, dk_own.begin * core::panel_columns, dv,
                           dv_own.begin * core::panel_columns);
@@ -333,7 +354,6 @@ struct BwdColumns : BwdTile<C> {
 template <BwdConfig C>
 struct BwdDq {
   using Plan = BwdPlan<C>;
-  static constexpr bool split_rows = C.head_dim == 64;  // units of dq lie under each other
   static constexpr int32 unit_count = core::dq_unit_floats / 128;
   static_assert(core::dq_units_of(C) == 2);
 
@@ -342,26 +362,12 @@ struct BwdDq {
   const BwdWork<C>& work;
   BwdLoad<C> load{plan, params, work};
   BwdVisit ahead = first_visit<C>(params, work);  // the next block to load
+  const int32 block_end = work.block_end;
   RingState<2> scores_state;
 
-  // A unit of dq = dS k, both operands MN-major.
   __forceinline__ void issue(float (&dq)[unit_count], int32 unit) {
-    constexpr uint32 panel_bytes = Plan::keys * Plan::row_bytes;
-    const uint32 own = static_cast<uint32>(unit) * panel_bytes;
-    const SharedAddress scores = shared_address(plan.scores[0]) +
-                                 static_cast<uint32>(scores_state.stage) * Plan::score_bytes;
-    const SharedAddress keys = shared_address(plan.k);
-    const uint64 a = wgmma_descriptor(Swizzle::b128, (scores + (split_rows ? own : 0u)).value,
-                                      panel_bytes, Plan::group_bytes);
-    const uint64 b = wgmma_descriptor(Swizzle::b128, (keys + (split_rows ? 0u : own)).value,
-                                      panel_bytes, Plan::group_bytes);
     wgmma_fence();
-#pragma unroll
-    for (int32 step = 0; step < Plan::keys / 16; ++step) {
-      bwd_dq(dq, descriptor_advance(a, step * 16 * Plan::row_bytes),
-             descriptor_advance(b, step * 16 * Plan::row_bytes), step > 0);
-    }
-    wgmma_commit();
+    issue_dq_unit<C>(dq, plan, scores_state.stage, unit);
   }
 
   __forceinline__ float* sums_of(const BwdVisit& at, int32 unit) const {
@@ -370,15 +376,6 @@ struct BwdDq {
   }
 
   // Number 4 q + i of a thread is word i of its q-th quad.
-  __forceinline__ void add_directly(const float (&dq)[unit_count], const BwdVisit& at,
-                                    int32 unit) const {
-    float* const sums = sums_of(at, unit) + 4 * threadIdx.x;
-#pragma unroll
-    for (int32 i = 0; i < unit_count; i += 4) {
-      reduce_add_x4(sums + i * 128, float4{dq[i], dq[i + 1], dq[i + 2], dq[i + 3]});
-    }
-  }
-
   __forceinline__ void store(const float (&dq)[unit_count], int32 unit) const {
     const SharedAddress target = shared_address(plan.dq[0]) +
                                  static_cast<uint32>(unit) * Plan::unit_bytes + threadIdx.x * 16;
@@ -408,37 +405,27 @@ struct BwdDq {
     float dq[unit_count];
     plan.scores_ring.wait_full(scores_state);
     issue(dq, 0);
-    if constexpr (!C.direct_dq) {
-      if (adds) bulk_wait_read<0>();
-      named_barrier_sync<Plan::dq_barrier, 128>();
-    }
+    if (adds) bulk_wait_read<0>();
+    named_barrier_sync<Plan::dq_barrier, 128>();
     wgmma_wait<0>();
     wgmma_hold(dq);
-    if constexpr (C.direct_dq) {
-      add_directly(dq, at, 0);
-    } else {
-      store(dq, 0);
-    }
+    store(dq, 0);
     issue(dq, 1);
-    if constexpr (!C.direct_dq) add(at, 0, adds);
+    add(at, 0, adds);
     __syncwarp();
     wgmma_wait<0>();
     wgmma_hold(dq);
     if (lane_index() == 0) plan.scores_ring.release(scores_state);
     scores_state.advance();
-    if constexpr (C.direct_dq) {
-      add_directly(dq, at, 1);
-    } else {
-      store(dq, 1);
-      add(at, 1, adds);
-    }
+    store(dq, 1);
+    add(at, 1, adds);
   }
 
   // Loads the block behind the last one that was loaded, if there is one.
   __forceinline__ void load_next() {
     if (ahead.head == (work.head_kv + 1) * params.group_size) return;
     load.load_block(ahead.head, ahead.block, visit_number<C>(params, work, ahead));
-    advance<C>(params, work, ahead);
+    advance<C>(params, work, block_end, ahead);
   }
 
   __forceinline__ void run() {
@@ -458,7 +445,7 @@ struct BwdDq {
       step(at, adds);
       if (loads) load_next();
       __syncwarp();
-    } while (advance<C>(params, work, at));
+    } while (advance<C>(params, work, block_end, at));
     if (adds) bulk_wait<0>();
   }
 };
@@ -499,7 +486,7 @@ __device__ void bwd(const BwdParams& params) {
   } else if (warp < 4) {
     registers_shrink<24>();
     if (warp == 0 && elect_one()) BwdLoad<C>{plan, params, plan.work}.run();
-    if (!C.direct_dq && warp == 1 && elect_one()) BwdAdd<C>{plan, params, plan.work}.run();
+    if (warp == 1 && elect_one()) BwdAdd<C>{plan, params, plan.work}.run();
   } else {
     registers_grow<240>();
     if constexpr (!C.split_columns) {

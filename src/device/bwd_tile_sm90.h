@@ -37,6 +37,7 @@ struct BwdTile {
   RingState<1> dq_state;
   // The blocks of rows that see everything, in registers where there are any left.
   const int32 open_begin = work.open_begin, open_end = work.open_end;
+  const int32 block_end = work.block_end;
 
   __forceinline__ int32 thread() const { return static_cast<int32>(threadIdx.x % 128); }
   // Of the block's keys and queries, those of the thread's element 0.
@@ -167,12 +168,19 @@ struct BwdTile {
 
   // -- The softmax and its derivative
 
-  // P, of which hidden elements become zero by selection, whatever they were; and the same again,
-  // for while dv has it, unless dv comes last.
+  // lse and delta of the thread's queries.
+  __forceinline__ const float* own_lse() const {
+    return plan.lse_log2[q_state.stage] + own_query();
+  }
+  __forceinline__ const float* own_delta() const {
+    return plan.delta[dout_state.stage] + own_query();
+  }
+
+  // P, of which hidden elements become zero by selection, whatever they were.
   template <bool hides>
-  __forceinline__ void exponentiate(Fragments& weights, Fragments& kept,
-                                    const float (&scores)[score_count], int32 block) {
-    const float* lse = plan.lse_log2[q_state.stage] + own_query();
+  __forceinline__ void exponentiate(Fragments& weights, const float (&scores)[score_count],
+                                    int32 block) {
+    const float* lse = own_lse();
     Sight view{};
     if constexpr (hides) view = sight(block);
 #pragma unroll
@@ -183,7 +191,6 @@ struct BwdTile {
       if (hides && !view.sees(params, i)) low = 0.0f;
       if (hides && !view.sees(params, i + 1)) high = 0.0f;
       weights[i / 8][i / 2 % 4] = pack<C.dtype>(low, high);
-      if constexpr (!C.dq_apart) kept[i / 8][i / 2 % 4] = register_copy(weights[i / 8][i / 2 % 4]);
     }
   }
 
@@ -211,7 +218,7 @@ struct BwdTile {
   __forceinline__ void exponentiate_modified(Fragments& weights, Fragments& kept,
                                              const float (&scores)[score_count], int32 head,
                                              int32 block) {
-    const float* lse = plan.lse_log2[q_state.stage] + own_query();
+    const float* lse = own_lse();
     const Sight view = sight(block);
     const BwdScores<C> of(params, work.sequence, head);
 #pragma unroll
@@ -247,10 +254,17 @@ struct BwdTile {
                                     bool hides) {
     if constexpr (core::modifies_backward(C)) {
       exponentiate_modified(weights, kept, scores, head, block);
-    } else if (hides) {
-      exponentiate<true>(weights, kept, scores, block);
+      return;
+    }
+    if (hides) {
+      exponentiate<true>(weights, scores, block);
     } else {
-      exponentiate<false>(weights, kept, scores, block);
+      exponentiate<false>(weights, scores, block);
+    }
+#pragma unroll
+    for (int32 i = 0; i < columns / 16; ++i) {
+#pragma unroll
+      for (int32 j = 0; j < 4; ++j) kept[i][j] = weights[i][j];
     }
   }
 
@@ -265,7 +279,7 @@ struct BwdTile {
   template <bool hides>
   __forceinline__ void differentiate(Fragments& dweights, const Fragments& kept,
                                      const float (&dscores)[score_count]) {
-    const float* delta = plan.delta[dout_state.stage] + own_query();
+    const float* delta = own_delta();
 #pragma unroll
     for (int32 i = 0; i < score_count; i += 2) {
       const float2 of = *reinterpret_cast<const float2*>(delta + 8 * (i / 4));
@@ -288,6 +302,60 @@ struct BwdTile {
     }
   }
 
+  // -- The same where nothing modifies scores and there are registers for P in fp32 beside dP: both
+  // become operands at the end, so that neither is packed and unpacked on the way.
+
+  template <bool hides>
+  __forceinline__ void exponentiate_in_place(float (&scores)[score_count], int32 block) {
+    const float* lse = own_lse();
+    Sight view{};
+    if constexpr (hides) view = sight(block);
+#pragma unroll
+    for (int32 i = 0; i < score_count; i += 2) {
+      const float2 of = *reinterpret_cast<const float2*>(lse + 8 * (i / 4));
+      scores[i] = exp2_approximate(fmaf(scores[i], params.scale_log2, -of.x));
+      scores[i + 1] = exp2_approximate(fmaf(scores[i + 1], params.scale_log2, -of.y));
+      if (hides && !view.sees(params, i)) scores[i] = 0.0f;
+      if (hides && !view.sees(params, i + 1)) scores[i + 1] = 0.0f;
+    }
+  }
+
+  template <bool hides>
+  __forceinline__ void differentiate_both(Fragments& weights, Fragments& dweights,
+                                          const float (&p)[score_count],
+                                          const float (&dscores)[score_count]) {
+    const float* delta = own_delta();
+#pragma unroll
+    for (int32 i = 0; i < score_count; i += 2) {
+      const float2 of = *reinterpret_cast<const float2*>(delta + 8 * (i / 4));
+      float low = p[i] * (dscores[i] - of.x);
+      float high = p[i + 1] * (dscores[i + 1] - of.y);
+      if (hides && p[i] == 0.0f) low = 0.0f;
+      if (hides && p[i + 1] == 0.0f) high = 0.0f;
+      weights[i / 8][i / 2 % 4] = pack<C.dtype>(p[i], p[i + 1]);
+      dweights[i / 8][i / 2 % 4] = pack<C.dtype>(low, high);
+    }
+  }
+
+  __forceinline__ void find_weights_in_place(float (&scores)[score_count], int32 block,
+                                             bool hides) {
+    if (hides) {
+      exponentiate_in_place<true>(scores, block);
+    } else {
+      exponentiate_in_place<false>(scores, block);
+    }
+  }
+
+  __forceinline__ void find_both(Fragments& weights, Fragments& dweights,
+                                 const float (&p)[score_count], const float (&dscores)[score_count],
+                                 bool hides) {
+    if (hides) {
+      differentiate_both<true>(weights, dweights, p, dscores);
+    } else {
+      differentiate_both<false>(weights, dweights, p, dscores);
+    }
+  }
+
   // P^T or dS^T as it is, [key][query].
   __forceinline__ void store_scores(SharedAddress target, const Fragments& values) {
     const int32 lane = lane_index();
@@ -307,6 +375,11 @@ struct BwdTile {
     named_barrier_sync<Plan::scores_barrier, 256>();
   }
 
+  __forceinline__ void publish_weights() {
+    fence_proxy_async_shared();
+    named_barrier_sync<Plan::weights_barrier, 256>();
+  }
+
   // To the warpgroup of dq.
   __forceinline__ void hand_scores_over() {
     fence_proxy_async_shared();
@@ -314,20 +387,10 @@ struct BwdTile {
     if (lane_index() == 0) mbarrier_arrive(plan.scores_ring.full[q_state.stage]);
   }
 
-  // Adds unit j of those in `dq`, the warpgroup's of block `number`, or hands it to the adding
-  // thread: number 4 q + i of a thread is word i of its q-th quad.
+  // Hands unit j of those in `dq` to the adding thread: number 4 q + i of a thread is word i of its
+  // q-th quad.
   template <int32 count>
-  __forceinline__ void add_dq(const float (&dq)[count], int32 j, int64 number) {
-    if constexpr (C.direct_dq) {
-      const int64 unit = number * core::dq_units_of(C) + dq_panels(C, warpgroup).begin + j;
-      float* sums = params.dq_sums + unit * core::dq_unit_floats + 4 * thread();
-#pragma unroll
-      for (int32 quad = 0; quad < 8; ++quad) {
-        const int32 i = 32 * j + 4 * quad;
-        reduce_add_x4(sums + quad * (128 * 4), float4{dq[i], dq[i + 1], dq[i + 2], dq[i + 3]});
-      }
-      return;
-    }
+  __forceinline__ void add_dq(const float (&dq)[count], int32 j) {
     Ring<1>& ring = plan.dq_ring[warpgroup];
     ring.wait_free(dq_state);
     const SharedAddress target = shared_address(plan.dq[0]) +

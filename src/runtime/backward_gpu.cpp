@@ -306,8 +306,6 @@ BwdConfig choose_backward(const Problem& p, const Gradients& g, std::string_view
     c.split_columns = !core::fits_whole_columns(c);
     // Measured on an H200: 9 to 11 % faster at 64 columns, 1 to 2 % slower at 128.
     c.dq_apart = core::fits_dq_apart(c) && std::max(p.head_dim, p.head_dim_v) <= 64;
-    // Measured: dq of 256 columns leaves faster so, that of fewer slower.
-    c.direct_dq = p.head_dim > 192 && !c.deterministic;
   }
   override_backward(c, by_hand);
   const std::string objection = backward_objection(c);
@@ -341,7 +339,6 @@ std::string config_value(const BwdConfig& c) {
   config.flag("has_mask", c.has_mask);
   config.flag("has_dropout", c.has_dropout);
   config.flag("split_columns", c.split_columns);
-  config.flag("direct_dq", c.direct_dq);
   config.flag("dq_apart", c.dq_apart);
   config.flag("tensor_memory", c.tensor_memory);
   config.flag("pair", c.pair);

@@ -24,7 +24,6 @@ struct Switch {
 };
 
 constexpr Switch hopper_switches[] = {{"split_columns", &BwdConfig::split_columns},
-                                      {"direct_dq", &BwdConfig::direct_dq},
                                       {"dq_apart", &BwdConfig::dq_apart}};
 constexpr Switch blackwell_switches[] = {{"pair", &BwdConfig::pair}};
 
@@ -73,7 +72,6 @@ std::string backward_objection(const BwdConfig& c) {
   if (c.dq_apart && !core::fits_dq_apart(c)) {
     return "dq_apart=1 needs split_columns=0 and scores that nothing modifies";
   }
-  if (c.deterministic && c.direct_dq) return "sums in a fixed order need direct_dq=0";
   return {};
 }
 

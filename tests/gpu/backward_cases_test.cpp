@@ -142,11 +142,9 @@ std::string fault(const std::string& configuration, Index head_dim, bool determi
 
 TEST(GpuBackwardConfiguration, FaultsSayWhatIsRight) {
   EXPECT_EQ(fault("tiles=1", 128, false),
-            "configuration names 'tiles'; this kernel has split_columns, direct_dq, dq_apart");
-  EXPECT_EQ(fault("direct_dq=2", 128, false),
-            "configuration gives direct_dq the value '2'; it must be 0 or 1");
-  EXPECT_EQ(fault("direct_dq=1", 128, true),
-            "configuration is direct_dq=1, but sums in a fixed order need direct_dq=0");
+            "configuration names 'tiles'; this kernel has split_columns, dq_apart");
+  EXPECT_EQ(fault("dq_apart=2", 128, false),
+            "configuration gives dq_apart the value '2'; it must be 0 or 1");
   EXPECT_EQ(fault("split_columns=0", 192, false),
             "configuration is split_columns=0, but head dimensions of 192 and 192 need "
             "split_columns=1");
