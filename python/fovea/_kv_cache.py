@@ -69,7 +69,7 @@ def flash_attn_with_kvcache(
     rotary_seqlens: (batch): first positions for rotary instead of cache_seqlens
     cache_seqlens: int or (batch): keys in the cache before this call; default all of its capacity
     cache_batch_idx: (batch): the slot, or row of the table, of each sequence, default 0, 1, ...
-    cache_leftpad: (batch): the first key of each sequence that counts
+    cache_leftpad: (batch): the first key of each sequence that counts, where chunks begin, too
     page_table, block_table (two names of one argument): (batch, pages of a sequence)
     num_splits, pack_gqa, sm_margin, scheduler_metadata: scheduling; no result depends on them
 
@@ -132,9 +132,18 @@ def flash_attn_with_kvcache(
     q, keys, softmax_scale = join_qv(q, k_cache, v_cache, qv, softmax_scale)
     if lengths is None and table is not None:
         lengths = same_int32(table.shape[1] * k_cache.shape[1], batch, q)
-    mask = _mask(q, k_cache, table, lengths, cu_seqlens_q, max_seqlen_q, attention_chunk)
     if cache_leftpad is not None:
-        visible = _behind_padding(cache_leftpad, batch, _capacity(k_cache, table), q)
+        cache_leftpad = host_int32(cache_leftpad, q, "cache_leftpad")
+        if tuple(cache_leftpad.shape) != (batch,):
+            raise ValueError(
+                f"cache_leftpad has shape {tuple(cache_leftpad.shape)}; it must be ({batch},), one "
+                "for each sequence of q"
+            )
+    mask = _mask(
+        q, k_cache, table, lengths, cu_seqlens_q, max_seqlen_q, attention_chunk, cache_leftpad
+    )
+    if cache_leftpad is not None:
+        visible = _behind_padding(cache_leftpad, _capacity(k_cache, table), q)
         mask = visible if mask is None else mask & visible
     out, lse = attend(
         q, keys, v_cache, mask=mask, sink=learnable_sink, alibi=alibi_slopes,
@@ -229,7 +238,7 @@ def _rotate(
 
 def _mask(
     q: Array, k_cache: Array, table: Array, lengths: Array, cu_seqlens_q: Array,
-    max_seqlen_q: int | None, attention_chunk: int,
+    max_seqlen_q: int | None, attention_chunk: int, leftpad: Array,
 ) -> Array:
     if not attention_chunk:
         return None
@@ -237,11 +246,12 @@ def _mask(
         raise ValueError(f"max_seqlen_q is {max_seqlen_q}; attention_chunk needs it for its mask")
     rows = q.shape[1] if cu_seqlens_q is None else max_seqlen_q
     return chunk_mask(
-        attention_chunk, q, rows, k_cache.shape[1], cu_seqlens_q, None, None, lengths, table
+        attention_chunk, q, rows, k_cache.shape[1], cu_seqlens_q, None, None, lengths, table,
+        leftpad,
     )
 
 
-def _behind_padding(leftpad: Array, batch: int, capacity: int, like: Array) -> Array:
+def _behind_padding(leftpad: Array, capacity: int, like: Array) -> Array:
     """(batch, 1, 1, capacity): True from the first key that counts."""
     if _libraries.is_torch(like):
         import torch as namespace
@@ -251,10 +261,4 @@ def _behind_padding(leftpad: Array, batch: int, capacity: int, like: Array) -> A
         import numpy as namespace
 
         key = namespace.arange(capacity)
-    first = host_int32(leftpad, like, "cache_leftpad").reshape(-1, 1, 1, 1)
-    if first.shape[0] != batch:
-        raise ValueError(
-            f"cache_leftpad has {first.shape[0]} entries but q {batch} sequences; they must be "
-            "equal"
-        )
-    return key.reshape(1, 1, 1, -1) >= first
+    return key.reshape(1, 1, 1, -1) >= leftpad.reshape(-1, 1, 1, 1)

@@ -106,8 +106,10 @@ def chunk_mask(
     seqused_q: Array = None,
     seqused_k: Array = None,
     table: Array = None,
+    leftpad: Array = None,
 ) -> Array:
-    """(batch or 1, 1, rows, keys): True where a key lies in the chunk of the query's position."""
+    """(batch or 1, 1, rows, keys): True where a key lies in the chunk of the query's position, which
+    counts from the first key behind leftpad."""
     if integer(chunk, "attention_chunk") < 0:
         raise ValueError(f"attention_chunk is {chunk}; it must be positive, or 0 for none")
     if table is not None:
@@ -127,5 +129,9 @@ def chunk_mask(
         + _lengths(namespace, cu_seqlens_k, seqused_k, keys)
         - _lengths(namespace, cu_seqlens_q, seqused_q, rows)
     )
-    first = position - position % chunk
+    if leftpad is None:
+        first = position - position % chunk
+    else:
+        pad = namespace.asarray(leftpad).reshape(-1, 1, 1, 1)
+        first = position - (position - pad) % chunk
     return (key >= first) & (key < first + chunk)

@@ -271,6 +271,24 @@ def test_kv_cache_ragged_queries_padding_and_scalars(writable_library, rng):
         close(writable_library, out[rows], expected[0])
 
 
+def test_chunks_begin_behind_the_padding(writable_library, rng):
+    make = writable_library.make
+    q = normal(rng, 2, 6, 4, 8)
+    k, v = (normal(rng, 2, 12, 2, 8) for _ in range(2))
+    pads, lengths, chunk = (2, 5), (9, 7), 4
+    out = fovea.flash_attn_with_kvcache(
+        make(q), make(k), make(v), cache_seqlens=make(lengths, "int32"), attention_chunk=chunk,
+        window_size=(5, 2), cache_leftpad=make(pads, "int32"),
+    )
+    for b, (pad, length) in enumerate(zip(pads, lengths, strict=True)):
+        position = np.arange(6)[:, None] + length - pad - 6  # from the first key that counts
+        expected, _ = attention(
+            q[b : b + 1], k[b : b + 1, pad:length], v[b : b + 1, pad:length], window=(5, 2),
+            mask=np.arange(length - pad)[None] // chunk == position // chunk,
+        )
+        close(writable_library, out[b], expected[0])
+
+
 def test_dropout_mask():
     q = np.zeros((2, 64, 4, 64), np.float32)
     v = np.broadcast_to(np.eye(64, dtype=np.float32)[None, :, None], (2, 64, 4, 64))
