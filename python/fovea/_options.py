@@ -108,8 +108,8 @@ def chunk_mask(
     table: Array = None,
     leftpad: Array = None,
 ) -> Array:
-    """(batch or 1, 1, rows, keys): True where a key lies in the chunk of the query's position, which
-    counts from the first key behind leftpad."""
+    """(batch or 1, 1, rows, keys): True where a key lies in the chunk of the query's position,
+    which counts from the first key behind leftpad."""
     if integer(chunk, "attention_chunk") < 0:
         raise ValueError(f"attention_chunk is {chunk}; it must be positive, or 0 for none")
     if table is not None:
