@@ -70,6 +70,8 @@ Element element_of(Type type) {
     case Type::e5m2: return Element::e5m2;
     case Type::e2m3: return Element::e2m3;
     case Type::e3m2: return Element::e3m2;
+    case Type::int8: return Element::int8;
+    case Type::uint8: return Element::uint8;
     default: return Element::e2m1;
   }
 }
@@ -85,7 +87,19 @@ const float* byte_table(Element element) {
     for (u32 code = 0; code < 256; ++code) table[code] = decode_small(kE2m1, code >> 2 & 15);
     return table;
   }();
+  static const Table signed_bytes = [] {
+    Table table{};
+    for (u32 code = 0; code < 256; ++code) table[code] = static_cast<i8>(code);
+    return table;
+  }();
+  static const Table unsigned_bytes = [] {
+    Table table{};
+    for (u32 code = 0; code < 256; ++code) table[code] = static_cast<float>(code);
+    return table;
+  }();
   switch (element) {
+    case Element::int8: return signed_bytes.data();
+    case Element::uint8: return unsigned_bytes.data();
     case Element::e4m3: return e4m3.data();
     case Element::e5m2: return e5m2.data();
     case Element::e2m3: return e2m3.data();

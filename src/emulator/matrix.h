@@ -19,7 +19,7 @@ struct MatrixDescriptor {
 MatrixDescriptor hopper_descriptor(u64 bits);
 MatrixDescriptor blackwell_descriptor(u64 bits);
 
-enum class Element : u8 { f16, bf16, tf32, e4m3, e5m2, e2m3, e3m2, e2m1 };
+enum class Element : u8 { f16, bf16, tf32, e4m3, e5m2, e2m3, e3m2, e2m1, int8, uint8 };
 u32 element_size(Element element);  // bytes in shared memory
 Element element_of(Type type);
 const float* byte_table(Element element);  // 256 values of an 8-bit format

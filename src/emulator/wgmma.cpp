@@ -20,6 +20,9 @@ enum WgmmaFlags : u32 {
 
 constexpr u32 kLanes = 32;
 
+// Inst::mode: what an accumulator register holds, one fp32 number, two of fp16, or an s32.
+enum Sums : u32 { kFloatSums, kHalfSums, kIntegerSums };
+
 struct Shape {
   u32 n = 0, k = 0;
 };
@@ -140,20 +143,21 @@ class WgmmaOp : public AsyncOp {
   void run_warp(const MatrixStep& step, u32 w, const Shape& shape) {
     Warp& target = *cta->warps[warpgroup * 4 + w];
     const OperandRef* d = target.operands(*step.inst);
-    const bool half = step.inst->mode == 1;
+    const bool half = step.inst->mode == kHalfSums;
+    const bool integer = step.inst->mode == kIntegerSums;
     float a[2 * 32 * kLanes];
     spread_a(step, w, shape.k, a);
     const u32 columns = shape.n / 4;
     std::vector<float> unpacked;
     std::vector<float*> rows(columns);
-    if (half) unpacked.resize(std::size_t{columns} * kLanes);
+    if (half || integer) unpacked.resize(std::size_t{columns} * kLanes);
     for (u32 h = 0; h < 2; ++h) {
       for (u32 c = 0; c < columns; ++c) {
         // register 4 j + 2 h + e of f32, register 2 j + h of packed f16
-        rows[c] = half ? unpacked.data() + std::size_t{c} * kLanes
-                       : static_cast<float*>(target.row(d[4 * (c / 2) + 2 * h + c % 2]));
+        rows[c] = half || integer ? unpacked.data() + std::size_t{c} * kLanes
+                                  : static_cast<float*>(target.row(sum_of(d, h, c)));
         if (half) unpack(target, d[2 * (c / 2) + h], c % 2, rows[c]);
-        if (!step.accumulate) std::memset(rows[c], 0, kLanes * sizeof(float));
+        if (!step.accumulate || integer) std::memset(rows[c], 0, kLanes * sizeof(float));
       }
       ProductArguments product{rows.data(),
                                a + std::size_t{h} * shape.k * kLanes,
@@ -163,6 +167,9 @@ class WgmmaOp : public AsyncOp {
                                false};
       product_function()(product);
       for (u32 c = 0; half && c < columns; ++c) pack(target, d[2 * (c / 2) + h], c % 2, rows[c]);
+      for (u32 c = 0; integer && c < columns; ++c) {
+        add_integers(target, sum_of(d, h, c), step.accumulate, rows[c]);
+      }
     }
     count(target.counters, *step.inst, shape);
   }
@@ -179,12 +186,28 @@ class WgmmaOp : public AsyncOp {
     }
   }
 
+  // Register of column c of a row's share: 4 j + 2 h + e for c = 2 j + e.
+  static const OperandRef& sum_of(const OperandRef* d, u32 h, u32 c) {
+    return d[4 * (c / 2) + 2 * h + c % 2];
+  }
+
+  // A step's products, at most 32 x 255 x 255, are whole numbers that fp32 sums exactly; what is
+  // summed over steps wraps around.
+  static void add_integers(Warp& warp, const OperandRef& operand, bool accumulate,
+                           const float* row) {
+    u32* words = warp.words(operand);
+    for (u32 l = 0; l < kLanes; ++l) {
+      words[l] = (accumulate ? words[l] : 0) + static_cast<u32>(static_cast<i32>(row[l]));
+    }
+  }
+
   static void count(Counters& counters, const Inst& mma, const Shape& shape) {
     const u64 flops = u64{2} * 16 * shape.n * shape.k;
     const u32 size = element_size(element_of(mma.type));
-    (size == 2   ? counters.tensor_flops_f16
-     : size == 4 ? counters.tensor_flops_tf32
-                 : counters.tensor_flops_fp8) += flops;
+    (mma.mode == kIntegerSums ? counters.tensor_ops_int8
+     : size == 2              ? counters.tensor_flops_f16
+     : size == 4              ? counters.tensor_flops_tf32
+                              : counters.tensor_flops_fp8) += flops;
     const u64 a_bytes = (mma.flags & flag_shared) != 0 ? u64{16} * shape.k * size : 0;
     counters.shared_tensor_read_bytes += a_bytes + u64{shape.n} * shape.k * size / 4;
   }
@@ -412,6 +435,8 @@ u32 parse_shape(const Builder& b, std::string_view word, Shape& shape) {
   return numbers[0];
 }
 
+bool is_integer_operand(Type type) { return type == Type::int8 || type == Type::uint8; }
+
 void build_mma_async(Builder& b) {
   Inst& inst = b.inst;
   Shape shape;
@@ -421,17 +446,25 @@ void build_mma_async(Builder& b) {
   const Type d = b.type(0);
   inst.type = b.type(1);
   inst.type2 = b.type(2);
-  if (d != Type::f32 && d != Type::f16) b.fail("wgmma accumulates in .f32 or .f16.");
+  const bool integer = is_integer_operand(inst.type);
+  if (is_integer_operand(inst.type2) != integer || (d == Type::int32) != integer) {
+    b.fail("wgmma sums .s8 and .u8 in .s32, and nothing else there.");
+  }
+  if (!integer && d != Type::f32 && d != Type::f16) b.fail("wgmma accumulates in .f32 or .f16.");
+  // PTX ISA, wgmma.mma_async: for integers N is 8, 24 or a multiple of 16.
+  if (integer && shape.n % 16 != 0 && shape.n != 8 && shape.n != 24) {
+    b.fail("shape ." + word + " is not valid for integers.");
+  }
   const u32 size = element_size(element_of(inst.type));
   if (m != 64 || shape.n % 8 != 0 || shape.n == 0 || shape.n > 256 || shape.k * size != 32) {
     b.fail("shape ." + word + " is not valid for these types.");
   }
   inst.extra = shape.n | shape.k << 16;
-  inst.mode = d == Type::f16 ? 1 : 0;
+  inst.mode = integer ? kIntegerSums : d == Type::f16 ? kHalfSums : kFloatSums;
   const Operand& a = b.operand(1);
   const bool shared = a.kind != Operand::Kind::vector;
   b.output_list(b.operand(0), Type::b32);
-  const u32 wanted = d == Type::f32 ? shape.n / 2 : shape.n / 4;
+  const u32 wanted = d == Type::f16 ? shape.n / 4 : shape.n / 2;
   if (inst.outputs != wanted) b.fail("the accumulator has the wrong number of registers.");
   if (shared) {
     b.input(a, Type::b64);
@@ -442,6 +475,8 @@ void build_mma_async(Builder& b) {
   b.input(b.operand(2), Type::b64);
   b.input(b.operand(3), Type::pred);
   inst.flags = shared ? flag_shared : 0u;
+  // Integers have neither signs nor a choice of major: K-major alone.
+  if (integer) b.expect_count(4, 4);
   if (b.count() > 4 && static_cast<i64>(b.integer(b.operand(4))) < 0) inst.flags |= flag_negate_a;
   if (b.count() > 5 && static_cast<i64>(b.integer(b.operand(5))) < 0) inst.flags |= flag_negate_b;
   const std::size_t first_transpose = 6;

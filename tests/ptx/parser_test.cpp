@@ -41,6 +41,8 @@ TEST(Parser, NamesTheLineOfWhatItDoesNotKnow) {
       {"mov.u32 %r1, 0x;", "no digits"},
       {"wgmma.mma_async.sync.aligned.m64n20k16.f32.bf16.bf16 {%r1}, 0, 0, 1, 1, 1, 0, 0;",
        "m64n20k16"},
+      {"wgmma.mma_async.sync.aligned.m64n40k32.s32.s8.s8 {%r1}, 0, 0, 1;", "m64n40k32"},
+      {"wgmma.mma_async.sync.aligned.m64n16k32.f32.s8.s8 {%r1}, 0, 0, 1;", "in .s32"},
       {"tensormap.replace.tile.global_address.global.b1024.b64 [%r1], %r2;", "modifier"},
       {"mov.u32 %r1, %made_up;", "made_up"},
   };
