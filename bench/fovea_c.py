@@ -8,6 +8,7 @@ import numpy as np
 
 F32, BF16 = 0, 1
 E4M3 = 3
+S8 = 6
 DEVICE_CPU, DEVICE_CUDA = 1, 2
 MEMORY_DEVICE = 1
 
@@ -185,8 +186,8 @@ class Library:
             options.promote_keys = promote_keys
         return Plan(self, problem, options)
 
-    def quantize_plan(self, problem: Problem) -> "QuantizePlan":
-        return QuantizePlan(self, problem)
+    def quantize_plan(self, problem: Problem, dtype: int = E4M3) -> "QuantizePlan":
+        return QuantizePlan(self, problem, dtype)
 
     def attend(self, problem: Problem, operands: Quantized) -> Problem:
         """The problem with these operands in place of its q, k and v."""
@@ -235,10 +236,11 @@ class QuantizePlan:
 
     OPERANDS = ("q", "q_scale", "k", "v", "key_scale")
 
-    def __init__(self, library: Library, problem: Problem):
+    def __init__(self, library: Library, problem: Problem, dtype: int):
         self._library, lib = library, library._lib
         lib.fovea_quantization_default.restype = Quantization
         quantization = lib.fovea_quantization_default()
+        quantization.dtype = dtype
         options = library.options(DEVICE_CUDA)
         handle = ctypes.c_void_p()
         library.check(

@@ -10,8 +10,9 @@
 Needs a GPU, PyTorch with CUDA, and the bench library (scripts/bench builds it).
 
 Method: that of gpu_peers.py. Operands are standard normal, quantised before with scales for blocks
-and rotated; rows "from bf16" quantise in front of every run. "Promoted" moves what the tensor
-cores have summed into fp32 every 768 keys, the default; "plain" never does. TFLOPS: 4 x batch x
+and rotated; "from bf16" quantises in front of every run. "Promoted" moves what the tensor cores
+have summed into fp32 every 768 keys, the default; "plain" never does. "s8" is plain with q and k as
+integers, "s8 promoted" the other. TFLOPS: 4 x batch x
 heads x pairs that the mask leaves x head_dim / time. Outputs are compared with PyTorch's in bf16:
 rms of the difference over rms of the output.
 
@@ -33,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpu_peers import PAUSE_SECONDS, ROOT, Case, Inputs, cell, milliseconds, torch
-from fovea_c import Library, Problem, Quantized, QuantizePlan
+from fovea_c import E4M3, S8, Library, Problem, Quantized, QuantizePlan
 
 PROMOTE_KEYS = 768
 WARM_SECONDS = 0.25
@@ -71,14 +72,14 @@ ROWS = [
 class Operands:
     """Inputs in bf16 and the same quantised."""
 
-    def __init__(self, library: Library, inputs: Inputs):
+    def __init__(self, library: Library, inputs: Inputs, dtype: int = E4M3):
         case = inputs.case
         self.inputs, self.out = inputs, torch.empty_like(inputs.q)
         self.problem = library.device_problem(
             inputs.q, inputs.k, inputs.v, self.out, case.causal, case.window, None, case.seqlen,
             torch.cuda.current_stream().cuda_stream,
         )
-        self.quantizer = library.quantize_plan(self.problem)
+        self.quantizer = library.quantize_plan(self.problem, dtype)
         self.codes, self._memory = self.quantizer.operands(), []
         for name in QuantizePlan.OPERANDS:
             view = getattr(self.codes, name)
@@ -137,11 +138,13 @@ def warm(engine):
     return [milliseconds(engine, launches)]
 
 
-def engines_of(library: Library, operands: Operands, also):
+def engines_of(library: Library, operands: Operands, integers: Operands, also):
     """name -> a launch; what ptxas refuses is left out, with its reason."""
     codes = library.attend(operands.problem, operands.codes)
+    s8 = library.attend(operands.problem, integers.codes)
     wanted = [("plain", codes, 0, ""), ("promoted", codes, PROMOTE_KEYS, ""),
-              ("from bf16", operands.problem, PROMOTE_KEYS, "")]
+              ("from bf16", operands.problem, PROMOTE_KEYS, ""),
+              ("s8", s8, 0, ""), ("s8 promoted", s8, PROMOTE_KEYS, "")]
     for text in also:
         keys, _, configuration = text.partition(":")
         wanted.append((text, codes, int(keys), configuration))
@@ -155,16 +158,18 @@ def engines_of(library: Library, operands: Operands, also):
 
 
 def measure(library: Library, row: Row, rounds: int, lab: Path | None, also):
-    """name -> every time in milliseconds and the lab's TFLOPS; the difference to bf16; notes."""
+    """name -> every time in milliseconds and the lab's TFLOPS; name -> difference to bf16; notes."""
     inputs = Inputs(row.case)
     operands = Operands(library, inputs)
-    operands.quantizer.run(operands.problem, operands.codes)
-    engines, missing = engines_of(library, operands, also)
-    difference = 0.0
-    for engine in engines.values():
+    integers = Operands(library, inputs, S8)
+    for each in (operands, integers):
+        each.quantizer.run(each.problem, each.codes)
+    engines, missing = engines_of(library, operands, integers, also)
+    difference = {}
+    for name, engine in engines.items():
         operands.out.fill_(float("nan"))
         engine()
-        difference = max(difference, operands.difference())
+        difference[name] = operands.difference()
         milliseconds(engine, 2)
     times = {name: [] for name in engines}
     lab_rates = []
@@ -195,9 +200,9 @@ def judge(row: Row, rates, full):
 
 
 def forward_table(library: Library, rows, arguments):
-    columns = ["plain", "promoted", "from bf16", "lab", *arguments.also]
-    print(f"| TFLOPS | {' | '.join(columns)} | promoted over plain | plain | error |")
-    print("|---" * (len(columns) + 4) + "|")
+    columns = ["plain", "promoted", "from bf16", "s8", "s8 promoted", "lab", *arguments.also]
+    print(f"| TFLOPS | {' | '.join(columns)} | promoted over plain | plain | error | s8's |")
+    print("|---" * (len(columns) + 5) + "|")
     everything, full, below = {}, {}, []
     for row in rows:
         rates, times, difference, notes = measure(
@@ -209,12 +214,13 @@ def forward_table(library: Library, rows, arguments):
         floor, holds = judge(row, rates, full)
         if holds is False:
             below.append(row.case.name)
-        if not difference < TOLERANCE:
-            below.append(f"{row.case.name}, error {difference:.1e}")
+        wrong = [f"{row.case.name}, {name}: error {d:.1e}" for name, d in difference.items()
+                 if not d < TOLERANCE]
+        below += wrong
         cells = [f"{rates[name]:.0f}" if name in rates else "" for name in columns]
         print(f"| {row.case.name} | {' | '.join(cells)} | "
               f"{rates.get('promoted', float('nan')) / rates['plain']:.2f} | {floor} | "
-              f"{difference:.1e} |{' ' + '; '.join(notes) if notes else ''}", flush=True)
+              f"{difference.get('plain', float('nan')):.1e} | {difference.get('s8', float('nan')):.1e} |{' ' + '; '.join(notes) if notes else ''}", flush=True)
         torch.cuda.empty_cache()
     return everything, below
 

@@ -37,6 +37,7 @@ constexpr double unit(DType dtype) {
     case DType::f32: return 0x1p-23;
     case DType::f16: return 0x1p-10;
     case DType::bf16: return 0x1p-7;
+    case DType::s8:
     case DType::e4m3: return 0x1p-3;
     case DType::e5m2: return 0x1p-2;
     case DType::boolean: return 0.0;

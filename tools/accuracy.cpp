@@ -27,7 +27,8 @@ double unit(DType dtype) {
     case DType::bf16: return 0x1p-7;
     case DType::e4m3: return 0x1p-3;
     case DType::e5m2: return 0x1p-2;
-    case DType::boolean: break;
+    case DType::boolean:
+    case DType::s8: break;
   }
   return 0.0;
 }

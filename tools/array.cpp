@@ -18,6 +18,7 @@ std::string_view name(ElementType type) {
     case ElementType::e5m2: return "float8_e5m2";
     case ElementType::i32: return "int32";
     case ElementType::i64: return "int64";
+    case ElementType::i8: return "int8";
     case ElementType::u8: return "uint8";
     case ElementType::boolean: return "bool";
     case ElementType::other: break;
@@ -35,6 +36,7 @@ std::size_t size_bytes(ElementType type) {
     case ElementType::bf16: return 2;
     case ElementType::e4m3:
     case ElementType::e5m2:
+    case ElementType::i8:
     case ElementType::u8:
     case ElementType::boolean: return 1;
     case ElementType::other: break;

@@ -21,6 +21,7 @@ enum class ElementType : std::uint8_t {
   e5m2,
   i32,
   i64,
+  i8,
   u8,
   boolean,
   other

@@ -19,11 +19,12 @@ constexpr std::size_t value_limit = 40;
 template <typename Value, std::size_t count>
 using Names = std::array<std::pair<std::string_view, Value>, count>;
 
-constexpr Names<DType, 5> dtype_names = {{{"f32", DType::f32},
+constexpr Names<DType, 6> dtype_names = {{{"f32", DType::f32},
                                           {"bf16", DType::bf16},
                                           {"f16", DType::f16},
                                           {"e4m3", DType::e4m3},
-                                          {"e5m2", DType::e5m2}}};
+                                          {"e5m2", DType::e5m2},
+                                          {"s8", DType::s8}}};
 constexpr Names<Layout, 2> layout_names = {{{"bshd", Layout::bshd}, {"bhsd", Layout::bhsd}}};
 constexpr Names<Device, 6> device_names = {{{"auto", Device::automatic},
                                             {"cpu", Device::cpu},
@@ -136,7 +137,7 @@ void add_eight_bits(CLI::App& app, ProblemOptions& o) {
        [&o](const std::string& t) {
          in_eight_bits(o).quantization.scales = parse_name("--quantize", t, scales_names);
        });
-  text("--quantize-dtype", "TYPE", "What to quantise to: e4m3 (the default) or e5m2",
+  text("--quantize-dtype", "TYPE", "What to quantise to: e4m3 (the default), e5m2, or s8 (q and k; v is e4m3)",
        [&o](const std::string& t) {
          in_eight_bits(o).quantization.dtype = parse_dtype("--quantize-dtype", t);
        });
@@ -162,7 +163,7 @@ void add_problem_options(CLI::App& app, ProblemOptions& options) {
     app.add_flag(name, value, help)->disable_flag_override()->group("Problem");
   };
   ProblemOptions& o = options;
-  text("--dtype", "TYPE", "Precision of q, k and v: f32, bf16, f16, e4m3 or e5m2",
+  text("--dtype", "TYPE", "Precision of q, k and v: f32, bf16, f16, e4m3, e5m2 or s8 (v is e4m3)",
        [&o](const std::string& t) { o.dtype = parse_dtype("--dtype", t); });
   text("--layout", "LAYOUT", "Memory order: bshd (batch, seqlen, heads, dim) or bhsd",
        [&o](const std::string& t) { o.layout = parse_name("--layout", t, layout_names); });

@@ -36,7 +36,7 @@ constexpr KnownType known_types[] = {
     {"BF16", ElementType::bf16, 2},    {"F64", ElementType::f64, 8},
     {"F8_E4M3", ElementType::e4m3, 1}, {"F8_E5M2", ElementType::e5m2, 1},
     {"I64", ElementType::i64, 8},      {"I32", ElementType::i32, 4},
-    {"I16", ElementType::other, 2},    {"I8", ElementType::other, 1},
+    {"I16", ElementType::other, 2},    {"I8", ElementType::i8, 1},
     {"U64", ElementType::other, 8},    {"U32", ElementType::other, 4},
     {"U16", ElementType::other, 2},    {"U8", ElementType::u8, 1},
     {"BOOL", ElementType::boolean, 1}, {"C64", ElementType::other, 8},

@@ -26,6 +26,7 @@ std::optional<DType> dtype_of(ElementType type) {
     case ElementType::bf16: return DType::bf16;
     case ElementType::e4m3: return DType::e4m3;
     case ElementType::e5m2: return DType::e5m2;
+    case ElementType::i8: return DType::s8;
     default: return std::nullopt;
   }
 }

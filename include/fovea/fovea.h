@@ -39,7 +39,8 @@ typedef enum fovea_dtype {
   FOVEA_F16 = 2,
   FOVEA_E4M3 = 3,
   FOVEA_E5M2 = 4,
-  FOVEA_BOOLEAN = 5
+  FOVEA_BOOLEAN = 5,
+  FOVEA_S8 = 6
 } fovea_dtype;
 
 typedef enum fovea_device {
@@ -130,7 +131,7 @@ typedef enum fovea_fp8_scales {
 
 /* Fields as in fovea::Quantization. */
 typedef struct fovea_quantization {
-  fovea_dtype dtype; /* FOVEA_E4M3 or FOVEA_E5M2 */
+  fovea_dtype dtype; /* FOVEA_E4M3, FOVEA_E5M2, or FOVEA_S8, where v is e4m3 */
   fovea_fp8_scales scales;
   int32_t rotate;
   uint64_t seed;

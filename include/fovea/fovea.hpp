@@ -30,7 +30,7 @@
 
 namespace fovea {
 
-enum class DType : std::uint8_t { f32, bf16, f16, e4m3, e5m2, boolean };
+enum class DType : std::uint8_t { f32, bf16, f16, e4m3, e5m2, boolean, s8 };
 
 [[nodiscard]] std::string_view name(DType dtype);
 [[nodiscard]] std::size_t size_bytes(DType dtype);
@@ -164,9 +164,12 @@ enum class Softmax : std::uint8_t { automatic, online, conditional, sum_guard };
 // What shares a scale: a whole tensor, the rows of one (sequence, head), or 32 rows of it.
 enum class Fp8Scales : std::uint8_t { tensor, head, block };
 
-// How q, k and v become eight bits. Scales are powers of two.
+// How q, k and v become eight bits. Scales of floating formats are powers of two.
 struct Quantization {
-  DType dtype = DType::e4m3;  // or e5m2, which keeps a bit less of every element
+  // Or e5m2, which keeps a bit less of every element; or s8: q and k become signed integers, v
+  // e4m3, which is the more accurate where q and k are rotated (docs/kernels/fp8.md, on GPUs: sm_90a
+  // alone). A block of integers with an element that is not finite is NaN.
+  DType dtype = DType::e4m3;
   Fp8Scales scales = Fp8Scales::block;
   // q and k times random signs times a Hadamard matrix, which cancels in q k^T: FlashAttention-3's
   // incoherent processing. Head dimensions are padded to a multiple of 32 and rotated in blocks of

@@ -57,7 +57,7 @@ def native_attend(
     need_lse: bool,
     descales: tuple[Array, ...] = (None, None, None),
 ) -> tuple[Array, Array]:
-    """(out, lse) of the native library; lse is None unless needed. out of fp8 is bfloat16.
+    """(out, lse) of the native library; lse is None unless needed. out of 8 bits is bfloat16.
 
     tensors: bias, mask, sink, alibi, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table.
     settings: what Call takes after the tensors, but for heads_first.
@@ -80,7 +80,7 @@ def native_attend(
             f"q has shape {tuple(shape)}; it must be (batch, seqlen, heads, head_dim) or "
             "(total, heads, head_dim)"
         )
-    out = library.empty(q, out_shape, "bfloat16" if _libraries.is_fp8(q) else None)
+    out = library.empty(q, out_shape, "bfloat16" if _libraries.is_eight_bit(q) else None)
     lse = library.empty(q, lse_shape, "float32") if need_lse else None
     device = library.device(q)
     if device is None:
@@ -143,7 +143,7 @@ def attend(
         dropout_p = real(dropout_p, "dropout_p")
         num_splits = integer(num_splits, "num_splits", -(2**31), 2**31 - 1)
         deterministic = flag(deterministic, "deterministic")
-        if _libraries.is_torch(q) and not _libraries.is_fp8(q):
+        if _libraries.is_torch(q) and not _libraries.is_eight_bit(q):
             return _libraries.torch_backend.attend(
                 q, k, v, tensors, numbers, dropout_p, num_splits, deterministic, need_lse
             )

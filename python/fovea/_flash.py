@@ -49,7 +49,8 @@ def flash_attn_func(
     causal: bottom-right aligned: the last query sees all keys
     qv: (batch, seqlen_q, heads, head_dim_v): scores are q k + qv v
     window_size: (left, right) keys seen beside the diagonal, inclusive; -1 or None is unbounded
-    q_descale, k_descale, v_descale: (batch, heads_kv) float32, of float8_e4m3fn or float8_e5m2: an
+    q_descale, k_descale, v_descale: (batch, heads_kv) float32, of float8_e4m3fn or float8_e5m2, or
+        of int8 with v in float8_e4m3fn: an
         element is its code times that; q's may be (batch, heads), and each may have a third
         dimension, a scale for every 32 rows (quantize_fp8). out is then bfloat16
     attention_chunk: queries see keys of their own chunk of that many positions alone; 0 is off

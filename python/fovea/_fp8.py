@@ -35,11 +35,12 @@ def quantize_fp8(
     cu_seqlens_k: Array = None,
     softmax_scale: float | None = None,
 ) -> Quantized:
-    """Codes of 8 bits and their scales, powers of two.
+    """Codes of 8 bits and their scales, powers of two but for int8.
 
     q, k, v: (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim) with cu_seqlens;
         head dimensions up to 256, that of v a multiple of 8
-    dtype: float8_e4m3fn or float8_e5m2
+    dtype: float8_e4m3fn, float8_e5m2, or int8: q and k as integers, v in float8_e4m3fn, the most
+        accurate where they are rotated; on GPUs Hopper's alone
     scales: what shares one: "tensor", "head" (the rows of a sequence and head) or "block" (32 rows)
     rotate: multiply q and k by random signs (of `seed`) and a Hadamard matrix, which leaves q k^T
         alone and spreads outliers over all columns; columns are then padded to a multiple of 32
@@ -48,14 +49,15 @@ def quantize_fp8(
     Returns tensors of the same rank, descales (batch, heads, blocks) or, for packed tensors,
     (1, heads, blocks), and the softmax_scale to pass on. q and k must be rotated with one seed.
     """
-    name = str(dtype).removeprefix("torch.").removeprefix("<class 'ml_dtypes.").removesuffix("'>")
-    if name not in ("float8_e4m3fn", "float8_e5m2"):
-        raise ValueError(f"dtype is {dtype}; it must be float8_e4m3fn or float8_e5m2")
+    name = str(dtype).removeprefix("torch.").removeprefix("<class '").removesuffix("'>")
+    name = name.removeprefix("ml_dtypes.").removeprefix("numpy.")
+    if name not in ("float8_e4m3fn", "float8_e5m2", "int8"):
+        raise ValueError(f"dtype is {dtype}; it must be float8_e4m3fn, float8_e5m2 or int8")
     if not isinstance(scales, str):
         raise TypeError(f"scales is {scales!r}; it must be 'tensor', 'head' or 'block'")
     library = _libraries.library_of(q, "q")
     _libraries.library_of(v, "v")
-    if _libraries.is_fp8(q):
+    if _libraries.is_eight_bit(q):
         raise ValueError(f"q has dtype {q.dtype}; it must be float32, bfloat16 or float16")
     device = library.device(q)
     if softmax_scale is None:
@@ -74,10 +76,13 @@ def quantize_fp8(
     call = _native.Call(
         q, k, v, out, None, None, None, None, None, *cu, None, None, None, *settings
     )
+    names = (name, name, "float8_e4m3fn" if name == "int8" else name)
     rotate, seed = flag(rotate, "rotate"), integer(seed, "seed", 0, 2**64 - 1)
     with contextlib.nullcontext() if device is None else library.current(device):
         plan = _native.plan_quantize(call, name, scales, rotate, seed)
-        made = [library.empty(q, shape, name) for shape in plan.shapes[:3]]
+        made = [
+            library.empty(q, shape, of) for shape, of in zip(plan.shapes[:3], names, strict=True)
+        ]
         made += [library.empty(q, shape, "float32") for shape in plan.shapes[3:]]
         need = plan.workspace_bytes
         plan.run(call, made, library.empty(q, (need,), "uint8") if need else None)

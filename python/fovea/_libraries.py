@@ -180,11 +180,11 @@ def library_of(tensor: Array, argument: str) -> Library:
     return library
 
 
-def is_fp8(tensor: Array) -> bool:
+def is_eight_bit(tensor: Array) -> bool:
     dtype = tensor.dtype
     if dtype.itemsize != 1:  # asked first, since numpy takes 3 us for a dtype's name
         return False
-    return str(dtype).removeprefix("torch.").startswith("float8")
+    return str(dtype).removeprefix("torch.").startswith(("float8", "int8"))
 
 
 def is_boolean(tensor: Array) -> bool:

@@ -43,8 +43,8 @@ def check_descales(q: Array, *descales: Array) -> tuple[Array, ...]:
     if descales[0] is descales[1] is descales[2] is None:
         return descales
     for name, descale in zip(("q_descale", "k_descale", "v_descale"), descales, strict=True):
-        if descale is not None and library_of(q, "q") and not _libraries.is_fp8(q):
-            raise ValueError(f"{name} belongs to fp8 inputs, and q has dtype {q.dtype}")
+        if descale is not None and library_of(q, "q") and not _libraries.is_eight_bit(q):
+            raise ValueError(f"{name} belongs to 8-bit inputs, and q has dtype {q.dtype}")
     return descales
 
 

@@ -8,7 +8,7 @@ namespace fovea::python {
 namespace {
 
 constexpr const char* known_dtypes =
-    "float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 and bool";
+    "float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8 and bool";
 
 [[noreturn]] void refuse(const char* argument, const std::string& fault) {
   throw nb::type_error((std::string(argument) + " " + fault).c_str());
@@ -318,6 +318,7 @@ DType to_dtype(const Array& array, const char* argument) {
   if (is(dlpack::floating, 16)) return DType::f16;
   if (is(dlpack::float8_e4m3fn, 8)) return DType::e4m3;
   if (is(dlpack::float8_e5m2, 8)) return DType::e5m2;
+  if (is(dlpack::signed_integer, 8)) return DType::s8;
   if (is(dlpack::boolean, 8)) return DType::boolean;
   refuse(argument, "has dtype " + dtype_name(array.dtype()) + "; fovea knows " + known_dtypes);
 }

@@ -99,7 +99,9 @@ using Shapes = std::vector<std::vector<std::int64_t>>;
 QuantizePlan plan_quantize(const Call& call, const std::string& dtype, const std::string& scales,
                            bool rotate, std::uint64_t seed) {
   Quantization quantization;
-  quantization.dtype = dtype == "float8_e5m2" ? DType::e5m2 : DType::e4m3;
+  quantization.dtype = dtype == "int8"          ? DType::s8
+                       : dtype == "float8_e5m2" ? DType::e5m2
+                                                : DType::e4m3;
   const std::array names{"tensor", "head", "block"};
   const auto found = std::find(names.begin(), names.end(), scales);
   if (found == names.end()) {

@@ -32,7 +32,7 @@ enum class Source : uint8 {
 // What the forward kernels are specialised on (device/fwd_sm90.cuh). A value of this struct is a
 // template argument, so every field is structural and has a default.
 struct FwdConfig {
-  DType dtype = DType::bf16;      // of q, k and v: bf16 or f16
+  DType dtype = DType::bf16;      // of q, k and v: bf16 or f16; core/fp8.h: 8 bits
   DType out_dtype = DType::bf16;  // dtype or f32
   int32 head_dim = 128;           // the problem's, rounded up to 16; what is missing reads as zero
   int32 head_dim_v = 128;         // likewise, of v and out

@@ -75,6 +75,7 @@ struct QuantizeOptions {
   DType to = DType::e4m3;
 };
 
+// Of q and k; v has value_type() of it.
 constexpr DType code_type(DType operand, const QuantizeOptions& options) {
   return is_eight_bit(operand) ? operand : options.to;
 }

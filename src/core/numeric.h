@@ -109,6 +109,21 @@ constexpr uint8 float_to_e5m2(float value) {
   return static_cast<uint8>(sign | code);
 }
 
+// ---- Integers -----------------------------------------------------------------------------------
+
+constexpr float s8_to_float(uint8 bits) { return static_cast<float>(static_cast<int8>(bits)); }
+
+// x * by, whose magnitude is below 2^22, rounded once to the nearest even integer, modulo 256. A
+// float has it in its low byte after fma(x, by, integer_offset), as kernels do; here the double sum
+// of the exact product. NaN: the low byte of the NaN that GPUs return.
+inline constexpr float integer_offset = 12582912.0f;  // 1.5 x 2^23
+constexpr uint8 float_to_s8(float x, float by) {
+  if (is_nan(x) || is_nan(by)) return 0xff;
+  constexpr double offset = 6755399441055744.0;  // 1.5 x 2^52
+  const double sum = static_cast<double>(x) * static_cast<double>(by) + offset;
+  return static_cast<uint8>(__builtin_bit_cast(uint64, sum));
+}
+
 // ---- Block scales and rotation: core/fp8.h says what for ----------------------------------------
 
 // The smallest power of two s with largest / s <= 448 (e5m2: 57344); 1 for a block of zeros.
@@ -120,6 +135,27 @@ constexpr float block_scale(float largest, DType to = DType::e4m3) {
                          ((bits & 0x7fffffu) > 0x600000u ? 1 : 0);
   const int32 kept = exponent < -126 ? -126 : exponent;
   return float_of(static_cast<uint32>(kept + 127) << 23);
+}
+
+// The scale of a block, and what its elements are multiplied by to become codes.
+struct CodeScale {
+  float scale;
+  float by;
+};
+
+// Of integers, the largest becomes 127, which is no power of two; scales below 2^-57 are not made,
+// so that products of scales stay normal. largest: bits of the largest magnitude, of a NaN or an
+// infinity if the block holds one. Integers have none, so its scale becomes NaN.
+constexpr CodeScale code_scale(uint32 largest, DType to) {
+  const float top = float_of(largest);
+  if (to != DType::s8) {
+    const float scale = block_scale(top, to);
+    return {scale, 1.0f / scale};
+  }
+  if (largest >= 0x7f800000u) return {float_of(0x7fc00000u), float_of(0x7fc00000u)};
+  if (largest == 0) return {1.0f, 1.0f};
+  const float range = top < 0x1p-50f ? 0x1p-50f : top;
+  return {range / 127.0f, 127.0f / range};
 }
 
 // The rotation works on blocks of this many columns: the largest power of two that divides the
@@ -185,6 +221,7 @@ constexpr float load_element(const void* data, DType type, int64 index) {
     case DType::e4m3: return e4m3_to_float(static_cast<const uint8*>(data)[index]);
     case DType::e5m2: return e5m2_to_float(static_cast<const uint8*>(data)[index]);
     case DType::boolean: return static_cast<const uint8*>(data)[index] != 0 ? 1.0f : 0.0f;
+    case DType::s8: return s8_to_float(static_cast<const uint8*>(data)[index]);
   }
   return 0.0f;
 }
@@ -197,6 +234,11 @@ constexpr void store_element(void* data, DType type, int64 index, float value) {
     case DType::e4m3: static_cast<uint8*>(data)[index] = float_to_e4m3(value); return;
     case DType::e5m2: static_cast<uint8*>(data)[index] = float_to_e5m2(value); return;
     case DType::boolean: static_cast<uint8*>(data)[index] = value != 0.0f ? 1 : 0; return;
+    case DType::s8: {
+      const float kept = value > 127.0f ? 127.0f : value < -128.0f ? -128.0f : value;
+      static_cast<uint8*>(data)[index] = is_nan(value) ? uint8{0} : float_to_s8(kept, 1.0f);
+      return;
+    }
   }
 }
 

@@ -15,7 +15,7 @@ using int64 = long long;
 using uint64 = unsigned long long;
 static_assert(sizeof(int32) == 4 && sizeof(int64) == 8 && sizeof(uint16) == 2);
 
-enum class DType : uint8 { f32, bf16, f16, e4m3, e5m2, boolean };
+enum class DType : uint8 { f32, bf16, f16, e4m3, e5m2, boolean, s8 };
 
 constexpr int size_bytes(DType type) {
   switch (type) {
@@ -24,7 +24,8 @@ constexpr int size_bytes(DType type) {
     case DType::f16: return 2;
     case DType::e4m3:
     case DType::e5m2:
-    case DType::boolean: return 1;
+    case DType::boolean:
+    case DType::s8: return 1;
   }
   return 0;
 }
@@ -110,7 +111,10 @@ struct Problem {
   constexpr bool is_paged() const { return page_size > 0; }
 };
 
-constexpr bool is_eight_bit(DType type) { return type == DType::e4m3 || type == DType::e5m2; }
+constexpr bool is_float8(DType type) { return type == DType::e4m3 || type == DType::e5m2; }
+constexpr bool is_eight_bit(DType type) { return is_float8(type) || type == DType::s8; }
+// What v is where q and k have this type: there are integers for these two alone.
+constexpr DType value_type(DType type) { return type == DType::s8 ? DType::e4m3 : type; }
 
 // The gradients of a problem, and what they are computed from beside it. The out and lse of the
 // problem, results of the forward pass, are inputs here.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include "core/mask.h"
@@ -26,7 +27,7 @@ constexpr float infinity = std::numeric_limits<float>::infinity();
 std::size_t index(int64 value) { return static_cast<std::size_t>(value); }
 
 float value_of(core::DType type, core::uint8 code) {
-  return type == core::DType::e4m3 ? core::e4m3_to_float(code) : core::e5m2_to_float(code);
+  return core::load_element(&code, type, 0);
 }
 
 // The codes of one sequence and KV head as numbers.
@@ -57,7 +58,7 @@ Keys decode_keys(const Problem& p, const Fp8Layout& l, const Fp8Operands& o, cor
         first_block * scale_block + key / 16 * 16 + core::value_slot(static_cast<int32>(key % 16));
     for (int32 c = 0; c < l.columns_v; ++c) {
       keys.v[index(key * l.columns_v + c)] =
-          value_of(codes, o.v[(place * l.columns_v + c) * pitch + slot]);
+          value_of(core::value_type(codes), o.v[(place * l.columns_v + c) * pitch + slot]);
     }
   }
   return keys;
@@ -177,7 +178,12 @@ class Row {
       float dot = 0.0f;
       for (int32 step = 0; step < columns_; step += 32) {
         for (int32 c = 0; c < 32; ++c) products_[index(c)] = query_[index(step + c)] * k[step + c];
-        accumulator_.add(&dot, products_, 1);
+        if (method_.codes == core::DType::s8) {
+          // Integers sum exactly.
+          dot = std::accumulate(products_.begin(), products_.begin() + 32, dot);
+        } else {
+          accumulator_.add(&dot, products_, 1);
+        }
       }
       const KeyScale& s = scale_of(keys, key);
       t = dot * (q_scale * s.k);

@@ -9,7 +9,7 @@
 namespace fovea::cpu {
 
 struct Fp8Method {
-  core::DType codes = core::DType::e4m3;  // of q, k and v
+  core::DType codes = core::DType::e4m3;  // of q and k; s8: v is e4m3
   core::SoftmaxPolicy softmax = core::SoftmaxPolicy::sum_guard;
   core::int32 tile_k = 192;
   // Key tiles whose products one tensor-core accumulator sums before it is added in fp32; 0: all.

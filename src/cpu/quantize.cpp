@@ -20,8 +20,10 @@ using core::KeyScale;
 using core::Problem;
 using core::QuantizeOptions;
 using core::scale_block;
+using core::uint32;
 using core::uint8;
 
+constexpr uint32 infinite_bits = 0x7f800000u;
 constexpr int32 most_columns = 576;  // of a row, rotated or not
 
 // 32 rows in fp32.
@@ -45,6 +47,7 @@ struct Operand {
   int32 padded;   // of the codes
   int64 blocks;   // per batch and head
   bool rotate;
+  float norm;  // of the rotation: what elements are times it
   DType to;
 
   Operand(const Problem& problem, const QuantizeOptions& o, const Fp8Layout& l, Which which_one)
@@ -64,7 +67,9 @@ struct Operand {
         padded(which == Which::v ? p.head_dim_v : l.columns),
         blocks(which == Which::q ? l.blocks_q : l.blocks_k),
         rotate(o.rotate && which != Which::v && !core::is_eight_bit(view.dtype)),
-        to(core::code_type(view.dtype, o)) {}
+        norm(rotate ? core::rotation_norm(core::rotation_block(padded)) : 1.0f),
+        to(which == Which::v ? core::value_type(core::code_type(view.dtype, o))
+                             : core::code_type(view.dtype, o)) {}
 };
 
 // Rows of one sequence.
@@ -107,11 +112,10 @@ float given_scale(const Operand& o, const Rows& rows, int64 head, int64 block) {
       o.scale, rows.index, head / shared, rows.first_block, block * scale_block)];
 }
 
-// Unused rows are zero.
+// Unused rows are zero. Without the rotation's norm, as kernels have it.
 void load_block(const Operand& o, const Rows& rows, int64 head, int64 block,
                 const core::RotationSigns& signs, Block& to) {
   const int32 width = core::rotation_block(o.padded);
-  const float norm = core::rotation_norm(width);
   for (int64 r = 0; r < scale_block; ++r) {
     float* x = to.x[r];
     std::fill_n(x, o.padded, 0.0f);
@@ -123,43 +127,55 @@ void load_block(const Operand& o, const Rows& rows, int64 head, int64 block,
     if (!o.rotate) continue;
     for (int32 c = 0; c < o.columns; ++c) x[c] = core::signed_by(signs, c, x[c]);
     for (int32 c = 0; c < o.padded; c += width) core::hadamard(x + c, width);
-    for (int32 c = 0; c < o.padded; ++c) x[c] *= norm;
   }
 }
 
-float largest_of(const Operand& o, const Block& block) {
+// Bits of the largest magnitude. What is not finite does not count, but of integers it is all that
+// counts.
+uint32 largest_of(const Operand& o, const Block& block) {
   float largest = 0.0f;
   for (const auto& row : block.x) {
     for (int32 c = 0; c < o.padded; ++c) {
-      if (std::isfinite(row[c])) largest = std::max(largest, std::fabs(row[c]));
+      if (std::isfinite(row[c])) {
+        largest = std::max(largest, std::fabs(row[c]));
+      } else if (o.to == DType::s8) {
+        return infinite_bits;
+      }
     }
   }
-  return largest;
+  return core::bits_of(largest * o.norm);
 }
 
-uint8 code_of(const Operand& o, float value, float inverse) {
-  if (!std::isfinite(value)) return uint8{0x7f};
-  return o.to == DType::e4m3 ? core::float_to_e4m3(value * inverse)
-                             : core::float_to_e5m2(value * inverse);
+uint8 code_of(const Operand& o, float x, float by) {
+  if (o.to == DType::s8) return core::float_to_s8(x, by);
+  if (!std::isfinite(x)) return uint8{0x7f};
+  return o.to == DType::e4m3 ? core::float_to_e4m3(x * by) : core::float_to_e5m2(x * by);
 }
 
-float value_of(const Operand& o, uint8 code) {
-  return o.to == DType::e4m3 ? core::e4m3_to_float(code) : core::e5m2_to_float(code);
-}
+float value_of(const Operand& o, uint8 code) { return core::load_element(&code, o.to, 0); }
 
-float largest_of(const Operand& o, int64 sequence, int64 head, const core::RotationSigns& signs) {
+// Blocks of integers that are not finite do not count.
+uint32 largest_of(const Operand& o, int64 sequence, int64 head, const core::RotationSigns& signs) {
   const Rows rows = rows_of(o, sequence);
   Block block;
-  float largest = 0.0f;
+  uint32 largest = 0;
   for (int64 b = 0; b < rows.blocks(); ++b) {
     load_block(o, rows, head, b, signs, block);
-    largest = std::max(largest, largest_of(o, block));
+    const uint32 of_block = largest_of(o, block);
+    if (of_block < infinite_bits) largest = std::max(largest, of_block);
   }
   return largest;
 }
 
-// store(rows, head, block, shift, scale, x) takes each block: codes are x / shift, which stand for
-// themselves times scale.
+// What turns a block into codes. Integers that are there already stay.
+core::CodeScale code_scale_of(const Operand& o, uint32 largest) {
+  if (o.view.dtype == DType::s8) return {1.0f, 1.0f};
+  const core::CodeScale code = core::code_scale(largest, o.to);
+  return {code.scale, o.norm * code.by};
+}
+
+// store(rows, head, block, code, scale, x) takes each block: codes are x times code.by, which stand
+// for themselves times scale.
 template <typename Store>
 void quantize_operand(const Operand& o, int threads, const Store& store) {
   const int team = threads > 0 ? threads : omp_get_max_threads();
@@ -168,7 +184,7 @@ void quantize_operand(const Operand& o, int threads, const Store& store) {
   const auto granularity =
       core::is_eight_bit(o.view.dtype) ? core::ScaleGranularity::block : o.options.granularity;
   const int64 pairs = o.p.batch * o.heads;
-  float of_all = 0.0f;
+  uint32 of_all = 0;
   if (granularity == core::ScaleGranularity::tensor) {
 #pragma omp parallel for num_threads(team) reduction(max : of_all) schedule(dynamic)
     for (int64 pair = 0; pair < pairs; ++pair) {
@@ -180,33 +196,34 @@ void quantize_operand(const Operand& o, int threads, const Store& store) {
     const Rows rows = rows_of(o, pair / o.heads);
     const int64 head = pair % o.heads;
     Block block;
-    float largest = of_all;
+    uint32 largest = of_all;
     if (granularity == core::ScaleGranularity::head) {
       largest = largest_of(o, pair / o.heads, head, signs);
     }
     for (int64 b = 0; b < rows.blocks(); ++b) {
       load_block(o, rows, head, b, signs, block);
-      if (granularity == core::ScaleGranularity::block) largest = largest_of(o, block);
-      const float shift = core::block_scale(largest, o.to);
-      store(rows, head, b, shift, shift * given_scale(o, rows, head, b), block);
+      const uint32 of_block = largest_of(o, block);
+      const bool own = granularity == core::ScaleGranularity::block || of_block >= infinite_bits;
+      const core::CodeScale code = code_scale_of(o, own ? of_block : largest);
+      store(rows, head, b, code, code.scale * given_scale(o, rows, head, b), block);
     }
   }
 }
 
 // Codes as rows.
-void store_rows(const Operand& o, const Rows& rows, int64 head, int64 block, float shift,
+void store_rows(const Operand& o, const Rows& rows, int64 head, int64 block, const core::CodeScale& code,
                 const Block& x, uint8* codes) {
   const int64 count = std::min<int64>(scale_block, rows.capacity - block * scale_block);
   for (int64 r = 0; r < count; ++r) {
     const int64 row = rows.batch * o.rows + rows.first + block * scale_block + r;
     for (int32 c = 0; c < o.padded; ++c) {
-      codes[(row * o.heads + head) * o.padded + c] = code_of(o, x.x[r][c], 1.0f / shift);
+      codes[(row * o.heads + head) * o.padded + c] = code_of(o, x.x[r][c], code.by);
     }
   }
 }
 
 // Codes transposed, for v.
-void store_columns(const Operand& o, const Rows& rows, int64 head, int64 block, float shift,
+void store_columns(const Operand& o, const Rows& rows, int64 head, int64 block, const core::CodeScale& code,
                    const Block& x, uint8* codes) {
   const int64 keys = o.blocks * scale_block;
   const int64 first = (rows.first_block + block) * scale_block;
@@ -214,24 +231,24 @@ void store_columns(const Operand& o, const Rows& rows, int64 head, int64 block, 
     uint8* column = codes + ((rows.batch * o.heads + head) * o.columns + c) * keys + first;
     for (int32 slot = 0; slot < scale_block; ++slot) {
       const int32 key = slot / 16 * 16 + core::value_key(slot % 16);
-      column[slot] = code_of(o, x.x[key][c], 1.0f / shift);
+      column[slot] = code_of(o, x.x[key][c], code.by);
     }
   }
 }
 
 // What the codes stand for, as rows.
-void store_values(const Operand& o, const Rows& rows, int64 head, int64 block, float shift,
+void store_values(const Operand& o, const Rows& rows, int64 head, int64 block, const core::CodeScale& code,
                   float scale, const Block& x, float* values) {
   const int64 count = std::min<int64>(scale_block, rows.capacity - block * scale_block);
   for (int64 r = 0; r < count; ++r) {
     const int64 row = rows.batch * o.rows + rows.first + block * scale_block + r;
     float* to = values + (row * o.heads + head) * o.padded;
     if (core::is_eight_bit(o.view.dtype)) {
-      for (int32 c = 0; c < o.padded; ++c) to[c] = x.x[r][c] * (scale / shift);
+      for (int32 c = 0; c < o.padded; ++c) to[c] = x.x[r][c] * (scale / code.scale);
       continue;
     }
     for (int32 c = 0; c < o.padded; ++c) {
-      to[c] = value_of(o, code_of(o, x.x[r][c], 1.0f / shift)) * scale;
+      to[c] = value_of(o, code_of(o, x.x[r][c], code.by)) * scale;
     }
   }
 }
@@ -246,8 +263,8 @@ void quantize_as_rows(const Operand& o, uint8* codes, float* scales, int threads
   std::fill_n(scales, o.batches * o.heads * o.blocks, 1.0f);
   quantize_operand(
       o, threads,
-      [&](const Rows& rows, int64 head, int64 block, float shift, float scale, const Block& x) {
-        store_rows(o, rows, head, block, shift, x, codes);
+      [&](const Rows& rows, int64 head, int64 block, const core::CodeScale& code, float scale, const Block& x) {
+        store_rows(o, rows, head, block, code, x, codes);
         scales[place_of(o, rows, head, block)] = scale;
       });
 }
@@ -267,16 +284,16 @@ void quantize(const Problem& p, const QuantizeOptions& options, const Fp8Operand
   if (operands.k != nullptr && operands.key_scale != nullptr) {
     quantize_operand(
         k, threads,
-        [&](const Rows& rows, int64 head, int64 block, float shift, float scale, const Block& x) {
-          store_rows(k, rows, head, block, shift, x, operands.k);
+        [&](const Rows& rows, int64 head, int64 block, const core::CodeScale& code, float scale, const Block& x) {
+          store_rows(k, rows, head, block, code, x, operands.k);
           operands.key_scale[place_of(k, rows, head, block)].k = scale;
         });
   }
   if (operands.v != nullptr && operands.key_scale != nullptr) {
     quantize_operand(
         v, threads,
-        [&](const Rows& rows, int64 head, int64 block, float shift, float scale, const Block& x) {
-          store_columns(v, rows, head, block, shift, x, operands.v);
+        [&](const Rows& rows, int64 head, int64 block, const core::CodeScale& code, float scale, const Block& x) {
+          store_columns(v, rows, head, block, code, x, operands.v);
           KeyScale& s = operands.key_scale[place_of(v, rows, head, block)];
           s.v_log2 = std::log2(scale);
           s.v_inverse = 1.0f / scale;
@@ -328,8 +345,8 @@ void widen(const Problem& p, const QuantizeOptions& options, std::byte* memory, 
     auto* values = static_cast<float*>(view.data);
     quantize_operand(
         o, threads,
-        [&](const Rows& rows, int64 head, int64 block, float shift, float scale, const Block& x) {
-          store_values(o, rows, head, block, shift, scale, x, values);
+        [&](const Rows& rows, int64 head, int64 block, const core::CodeScale& code, float scale, const Block& x) {
+          store_values(o, rows, head, block, code, scale, x, values);
         });
   }
 }

@@ -43,6 +43,7 @@ inline float rounded(core::DType type, float value) {
     case core::DType::boolean: return value;
     case core::DType::bf16: return core::bf16_to_float(core::float_to_bf16(value));
     case core::DType::f16: return core::f16_to_float(core::float_to_f16(value));
+    case core::DType::s8:  // what weights are beside integers
     case core::DType::e4m3: return core::e4m3_to_float(core::float_to_e4m3(value));
     case core::DType::e5m2: return core::e5m2_to_float(core::float_to_e5m2(value));
   }

@@ -15,7 +15,11 @@
 // the scales of q, k and v ride in the multiply-add and its addend (KeyScale), weights become the
 // next product's operand without a shuffle (value_key), and there is no running maximum.
 //
-// Hopper's 8-bit products add into accumulators of about 14 bits. A promoting kernel lets them sum
+// Where q and k are integers (s8), scores are sums of integers, exact, and cost a conversion more,
+// on the ALU: 128 x 192 at 64 a cycle are 384 of its cycles, and 192 of the issue slots'. Weights
+// and v stay e4m3.
+//
+// Hopper's products of 8-bit floats add into accumulators of about 14 bits. A promoting kernel lets them sum
 // over C.promote key tiles only and adds the parts up in fp32, in shared memory.
 #pragma once
 
@@ -220,7 +224,9 @@ struct Fp8Compute {
   RingState<1> q_state;
   RingState<2> tile_state;
 
-  float scores[score_count];         // [64 x tile_k]: raw, then weights
+  static constexpr bool integers = C.dtype == DType::s8;
+  float scores[score_count];                     // [64 x tile_k]: raw, then weights
+  int32 products[integers ? score_count : 1];    // raw, while they are integers
   uint32 weights[C.tile_k / 32][4];  // the same as operand A, 8 bits each
   float output[output_count];        // [64 x head_dim_v], since the last promotion
   float reference[2];                // per half: of t + log2 of v's scale
@@ -256,12 +262,17 @@ struct Fp8Compute {
         shared_address(plan.k[0]) + static_cast<uint32>(k_state.stage) * Plan::k_bytes;
     const uint64 q_tile = wgmma_descriptor(Plan::swizzle_qk, q.value, 0, 8 * pattern);
     const uint64 k_tile = wgmma_descriptor(Plan::swizzle_qk, k.value, 0, 8 * pattern);
+    if constexpr (integers) {
+      // No instruction: the same registers, so that what they held before does not live on.
+#pragma unroll
+      for (int32 i = 0; i < score_count; ++i) products[i] = __float_as_int(scores[i]);
+    }
     wgmma_fence();
 #pragma unroll
     for (int32 column = 0; column < C.head_dim; column += 32) {
       const uint32 panel = column / pattern;
       const uint32 inside = column % pattern;
-      fwd_scores(scores, descriptor_advance(q_tile, panel * Plan::rows * pattern + inside),
+      fwd_scores(products_of_codes(), descriptor_advance(q_tile, panel * Plan::rows * pattern + inside),
                  descriptor_advance(k_tile, panel * C.tile_k * pattern + inside), column > 0);
     }
     wgmma_commit();
@@ -281,6 +292,25 @@ struct Fp8Compute {
                  descriptor_advance(v_tile, panel * C.head_dim_v * pattern + key % pattern), true);
     }
     wgmma_commit();
+  }
+
+  __forceinline__ auto& products_of_codes() {
+    if constexpr (integers) {
+      return products;
+    } else {
+      return scores;
+    }
+  }
+
+  // Behind the wait.
+  __forceinline__ void settle_scores() {
+    wgmma_hold(products_of_codes());
+    release_k();
+    if constexpr (integers) {
+      // Exact: at most 2^22.
+#pragma unroll
+      for (int32 i = 0; i < score_count; ++i) scores[i] = static_cast<float>(products[i]);
+    }
   }
 
   // The state goes on after the softmax, which finds its scales by it.
@@ -445,6 +475,7 @@ struct Fp8Compute {
 
   // Two codes as two fp16 numbers.
   static __forceinline__ uint32 unpack(uint32 codes) {
+    if constexpr (integers) return unpack_s8x2(static_cast<uint16>(codes));
     return C.dtype == DType::e4m3 ? unpack_e4m3x2(static_cast<uint16>(codes))
                                   : unpack_e5m2x2(static_cast<uint16>(codes));
   }
@@ -645,8 +676,7 @@ struct Fp8Compute {
     load_row_scale(tile);
     if constexpr (C.promote > 0 && C.out_apart) wait_for_staging();
     wgmma_wait<0>();
-    wgmma_hold(scores);
-    release_k();
+    settle_scores();
     transform();
     const int32 block = tile.end - 1;
     if (core::is_windowed(C) || block >= tile.full_end) mask(tile, block);
@@ -679,8 +709,7 @@ struct Fp8Compute {
       pass_turn();
       wgmma_wait<0>();
     }
-    wgmma_hold(scores);
-    release_k();
+    settle_scores();
     transform();
     if constexpr (masked || C.softmax != SoftmaxPolicy::sum_guard) {
       if constexpr (masked) mask(tile, block);

@@ -307,6 +307,13 @@ __forceinline__ uint32 permute_bytes(uint32 a, uint32 b) {
   return mixed;
 }
 
+// max.NaN.f32: NaN where either is
+__forceinline__ float max_or_nan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
 // cvt.rn.satfinite.e4m3x2.f32 twice, first in the lowest byte.
 __forceinline__ uint32 pack_e4m3x4(float x0, float x1, float x2, float x3) {
   uint32 packed;
@@ -323,6 +330,14 @@ __forceinline__ uint32 pack_e4m3x4(float x0, float x1, float x2, float x3) {
 __forceinline__ uint32 unpack_e4m3x2(uint16 packed) {
   uint32 halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(packed));
+  return halves;
+}
+
+// Two signed bytes as fp16 numbers, exact: 1024 + (x + 128) has x + 128 in its low byte.
+__forceinline__ uint32 unpack_s8x2(uint16 packed) {
+  const uint32 biased = permute_bytes<0x4140>(uint32{packed} ^ 0x8080u, 0x64u);
+  uint32 halves;
+  asm("sub.f16x2 %0, %1, %2;" : "=r"(halves) : "r"(biased), "r"(0x64806480u));
   return halves;
 }
 

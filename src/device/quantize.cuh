@@ -24,6 +24,7 @@
 
 namespace fovea::device {
 
+using core::CodeScale;
 using core::DType;
 using core::infinity;
 using core::KeyScale;
@@ -31,6 +32,8 @@ using core::QuantizeConfig;
 using core::QuantizeParams;
 using core::QuantizePass;
 using core::scale_block;
+
+inline constexpr uint32 infinite_bits = 0x7f800000u;
 
 // ---- Eight elements -----------------------------------------------------------------------------
 
@@ -44,6 +47,13 @@ __forceinline__ float flipped(float x, uint32 signs, int32 column) {
 __forceinline__ void flip(float* x, uint32 signs) {
 #pragma unroll
   for (int32 e = 0; e < 8; ++e) x[e] = flipped(x[e], signs, e);
+}
+
+// Two codes as fp16 numbers, exact.
+template <DType dtype>
+__forceinline__ uint32 unpack_codes(uint16 codes) {
+  if constexpr (dtype == DType::s8) return unpack_s8x2(codes);
+  return dtype == DType::e4m3 ? unpack_e4m3x2(codes) : unpack_e5m2x2(codes);
 }
 
 // As they lie in memory.
@@ -91,8 +101,7 @@ struct Eight {
 #pragma unroll
       for (int32 i = 0; i < 4; ++i) {
         const auto codes = static_cast<uint16>(word[i / 2] >> (16 * (i % 2)));
-        const float2 pair =
-            unpack_f16x2(dtype == DType::e4m3 ? unpack_e4m3x2(codes) : unpack_e5m2x2(codes));
+        const float2 pair = unpack_f16x2(unpack_codes<dtype>(codes));
         x[2 * i] = pair.x;
         x[2 * i + 1] = pair.y;
       }
@@ -195,16 +204,18 @@ struct QuantizeBlock {
 
   __forceinline__ void report(uint32 bits) {
     if (lane_index() != 0 || warp_of_block() != 0 || real_rows == 0) return;
+    if (bits >= infinite_bits) return;
     atomicMax(
         params.largest + sequence * params.largest_stride[0] + head * params.largest_stride[1],
         bits);
   }
 
-  __forceinline__ float scale_of(uint32 bits) const {
-    if constexpr (C.pass == QuantizePass::apply) {
+  __forceinline__ CodeScale code_scale(uint32 bits) const {
+    if constexpr (C.dtype == DType::s8) return {1.0f, 1.0f};  // as they are
+    if (C.pass == QuantizePass::apply && bits < infinite_bits) {
       bits = params.largest[sequence * params.largest_stride[0] + head * params.largest_stride[1]];
     }
-    return core::block_scale(__uint_as_float(bits), C.to);
+    return core::code_scale(bits, C.to);
   }
 
   // The scale that the elements have already.
@@ -252,9 +263,21 @@ struct QuantizeBlock {
     store_key_scale(*behind, 1.0f);
   }
 
-  __forceinline__ static uint32 pack(float x0, float x1, float x2, float x3) {
-    if constexpr (C.to == DType::e4m3) return pack_e4m3x4(x0, x1, x2, x3);
-    return pack_e5m2x2(x0, x1) | static_cast<uint32>(pack_e5m2x2(x2, x3)) << 16;
+  // Codes of what is scaled.
+  __forceinline__ static uint32 pack(float x0, float x1, float x2, float x3, float by) {
+    if constexpr (C.to == DType::s8) {
+      const uint32 low = permute_bytes<0x0040>(rounded(x0, by), rounded(x1, by));
+      const uint32 high = permute_bytes<0x0040>(rounded(x2, by), rounded(x3, by));
+      return permute_bytes<0x5410>(low, high);
+    }
+    if constexpr (C.to == DType::e4m3) return pack_e4m3x4(x0 * by, x1 * by, x2 * by, x3 * by);
+    return pack_e5m2x2(x0 * by, x1 * by) |
+           static_cast<uint32>(pack_e5m2x2(x2 * by, x3 * by)) << 16;
+  }
+
+  // x * by as an integer, in the low byte: core::float_to_s8(), without a conversion.
+  __forceinline__ static uint32 rounded(float x, float by) {
+    return __float_as_uint(fmaf(x, by, core::integer_offset));
   }
 };
 
@@ -354,8 +377,14 @@ struct QuantizeRows : QuantizeBlock<C> {
   }
 
   // Of this thread; elements that are not finite become NaN and do not count.
+  // There are no integers for such: they are all that counts.
   __forceinline__ float largest() {
     float top = 0.0f;
+    if constexpr (C.to == DType::s8) {
+#pragma unroll
+      for (int32 i = 0; i < count; ++i) top = max_or_nan(top, fabsf(x[i]));
+      return top;
+    }
 #pragma unroll
     for (int32 i = 0; i < count; ++i) top = fmaxf(top, fabsf(x[i]));  // passes over NaN
     if (__any_sync(0xffffffffu, top == infinity)) {
@@ -371,8 +400,7 @@ struct QuantizeRows : QuantizeBlock<C> {
 
   __forceinline__ uint2 convert(int32 j, float by) const {
     const float* y = x + 8 * j;
-    return {Base::pack(y[0] * by, y[1] * by, y[2] * by, y[3] * by),
-            Base::pack(y[4] * by, y[5] * by, y[6] * by, y[7] * by)};
+    return {Base::pack(y[0], y[1], y[2], y[3], by), Base::pack(y[4], y[5], y[6], y[7], by)};
   }
 
   __forceinline__ void store_rows(float by) {
@@ -403,11 +431,11 @@ struct QuantizeRows : QuantizeBlock<C> {
       this->report(bits);
       return;
     }
-    const float scale = this->scale_of(bits);
-    this->store_scale(scale);
+    const CodeScale code = this->code_scale(bits);
+    this->store_scale(code.scale);
     this->store_slack();
-    // One rounding: the scale is a power of two.
-    store_rows(norm * (1.0f / scale));
+    // One rounding: the scale is a power of two, or the product is not rounded.
+    store_rows(norm * code.by);
   }
 };
 
@@ -444,7 +472,7 @@ struct Two {
       return unpack_f16x2(word[0]);
     } else {
       const auto codes = static_cast<uint16>(word[0]);
-      return unpack_f16x2(dtype == DType::e4m3 ? unpack_e4m3x2(codes) : unpack_e5m2x2(codes));
+      return unpack_f16x2(unpack_codes<dtype>(codes));
     }
   }
 };
@@ -551,8 +579,8 @@ struct QuantizeColumns : QuantizeBlock<C> {
             x[e] = {finite_or(x[e].x, nan), finite_or(x[e].y, nan)};
           }
         }
-        out[0][q] = Base::pack(x[0].x * by, x[1].x * by, x[2].x * by, x[3].x * by);
-        out[1][q] = Base::pack(x[0].y * by, x[1].y * by, x[2].y * by, x[3].y * by);
+        out[0][q] = Base::pack(x[0].x, x[1].x, x[2].x, x[3].x, by);
+        out[1][q] = Base::pack(x[0].y, x[1].y, x[2].y, x[3].y, by);
       }
 #pragma unroll
       for (int32 e = 0; e < 2; ++e) {
@@ -571,11 +599,11 @@ struct QuantizeColumns : QuantizeBlock<C> {
       this->report(bits);
       return;
     }
-    const float scale = this->scale_of(bits);
-    this->store_scale(scale);
+    const CodeScale code = this->code_scale(bits);
+    this->store_scale(code.scale);
     this->store_slack();
     if (this->block >= params.blocks) return;
-    const float by = 1.0f / scale;
+    const float by = code.by;
     if (wild) {
       store_columns<true>(by);
     } else {

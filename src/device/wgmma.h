@@ -4,10 +4,13 @@
 //
 //   wgmma_m64n128k16_f32_bf16_ss_kk(d, a_descriptor, b_descriptor, accumulate)
 //
-//   f32   accumulator, float (&d)[n / 2] per thread, laid out as WgmmaAccumulator in tile.h
+//   f32   accumulator, float (&d)[n / 2] per thread, laid out as WgmmaAccumulator in tile.h; s32,
+//         int32 (&d)[n / 2], of s8
 //   bf16  element type of a and b: bf16, f16 (k16), e4m3, e5m2 (k32; a and b types may differ:
-//   e4m3_e5m2) ss    a from shared memory, by descriptor;  rs: from registers, uint32 (&a)[4], as
-//   WgmmaOperandA kk    majorness of a and b: k, or m for "MN-major" (16-bit types only)
+//         e4m3_e5m2), s8 (k32)
+//   ss    a from shared memory, by descriptor;  rs: from registers, uint32 (&a)[4], as
+//         WgmmaOperandA
+//   kk    majorness of a and b: k, or m for "MN-major" (16-bit types only)
 //
 // A product is asynchronous: from its issue until the wait_group that covers its commit, neither d
 // nor an operand in registers may be touched.
@@ -39,6 +42,12 @@ template <int count>
 __forceinline__ void wgmma_hold(float (&registers)[count]) {
 #pragma unroll
   for (int i = 0; i < count; ++i) asm volatile("" : "+f"(registers[i])::"memory");
+}
+
+template <int count>
+__forceinline__ void wgmma_hold(int32 (&registers)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
 template <int count>

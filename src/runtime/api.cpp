@@ -163,7 +163,7 @@ To to_enum(const char* owner, const char* member, const From& value, To last) {
 }
 
 fovea::DType to_dtype(const char* name, const fovea_dtype& dtype) {
-  return to_enum(name, ".dtype", dtype, fovea::DType::boolean);
+  return to_enum(name, ".dtype", dtype, fovea::DType::s8);
 }
 
 fovea::Tensor to_tensor(const char* name, const fovea_tensor& given) {

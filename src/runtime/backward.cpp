@@ -21,7 +21,7 @@ std::vector<std::string> cpu_supports(Device, const BackwardRequest& request) {
   if (request.problem.memory != Memory::host) {
     reasons.emplace_back("it computes in host memory and the problem is in device memory");
   }
-  if (problem.q.dtype == core::DType::e4m3 || problem.q.dtype == core::DType::e5m2) {
+  if (core::is_eight_bit(problem.q.dtype)) {
     reasons.push_back(text("gradients are computed in f32, bf16 and f16 but q, k and v are ",
                            static_cast<DType>(problem.q.dtype),
                            ", so convert them to one of those"));

@@ -5,8 +5,8 @@
 namespace fovea {
 
 void check_quantization(const Quantization& q) {
-  require(q.dtype == DType::e4m3 || q.dtype == DType::e5m2, "quantization.dtype is ", q.dtype,
-          "; it must be e4m3 or e5m2");
+  require(core::is_eight_bit(static_cast<core::DType>(q.dtype)), "quantization.dtype is ", q.dtype,
+          "; it must be e4m3, e5m2 or s8");
   require(q.scales <= Fp8Scales::block, "quantization.scales is ", static_cast<int>(q.scales),
           ", which is no fovea::Fp8Scales");
 }

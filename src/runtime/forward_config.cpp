@@ -23,6 +23,7 @@ std::string_view name_of(DType type) {
     case DType::f16: return "f16";
     case DType::e4m3: return "e4m3";
     case DType::e5m2: return "e5m2";
+    case DType::s8: return "s8";
     default: return "f32";
   }
 }

@@ -70,7 +70,8 @@ bool suits_copy_engine(const core::View& out, const int64 (&extent)[3], int64 co
 
 }  // namespace
 
-std::vector<std::string> forward_fp8_supports(const Problem& p, std::string_view arch) {
+std::vector<std::string> forward_fp8_supports(const Problem& p, std::string_view arch,
+                                              DType codes) {
   std::vector<std::string> reasons;
   const auto refuse = [&](bool condition, const std::string& reason) {
     if (condition) reasons.push_back(reason);
@@ -78,6 +79,10 @@ std::vector<std::string> forward_fp8_supports(const Problem& p, std::string_view
   refuse(arch != "sm_90a" && arch != "sm_100a" && arch != "sm_103a",
          "its 8-bit forward kernels are for sm_90a, sm_100a and sm_103a and the device is " +
              std::string(arch));
+  // kind::i8 is sm_100a's alone, and sums beside scores in tensor memory would be of two kinds.
+  refuse(codes == DType::s8 && arch != "sm_90a",
+         "integers (s8) for q and k are Hopper's, sm_90a, and the device is " + std::string(arch) +
+             ", so take e4m3");
   refuse(p.head_dim > 256 || p.head_dim_v > 256,
          "it takes head dimensions up to 256 but they are " + std::to_string(p.head_dim) + " and " +
              std::to_string(p.head_dim_v));
@@ -159,7 +164,10 @@ std::string text_of(const FwdConfig& config) {
       wgmma_text({.n = config.tile_k, .a = config.dtype, .b = config.dtype}, "fwd_scores"),
       // Weights are e4m3 whatever the values are.
       wgmma_text(
-          {.n = config.head_dim_v, .a = DType::e4m3, .b = config.dtype, .a_in_registers = true},
+          {.n = config.head_dim_v,
+           .a = DType::e4m3,
+           .b = core::value_type(config.dtype),
+           .a_in_registers = true},
           "fwd_output")};
   source.call = "fovea::device::fwd_fp8<" + forward_expression(config) + ">";
   source.params = "fovea::core::FwdFp8Params";

@@ -17,7 +17,9 @@ namespace fovea::runtime {
 
 // Why the fp8 kernel of `arch` does not compute the problem, as clauses that say what would help.
 // The dtype, address and layout of q, k and v do not count: they are quantised first.
-std::vector<std::string> forward_fp8_supports(const core::Problem& problem, std::string_view arch);
+// codes: of q and k.
+std::vector<std::string> forward_fp8_supports(const core::Problem& problem, std::string_view arch,
+                                              core::DType codes = core::DType::e4m3);
 
 // A configuration for a problem that forward_fp8_supports() accepts on `arch`, its pages gathered.
 // promote_keys: how many keys Hopper's tensor cores may sum by themselves; 0: all of them.

@@ -341,19 +341,19 @@ Target target_for(const Problem& problem, const Options& options, std::string_vi
         "the model of " + std::string(chip) +
         " has 16-bit kernels alone; a plan for device emulated:sm_90a explains 8 bits");
   }
-  const std::vector<std::string> reasons =
-      eight_bits ? forward_fp8_supports(seen, gpu->arch) : forward_supports(seen, gpu->arch);
+  const EightBits bits = options.eight_bits.value_or(EightBits{});
+  const core::DType codes =
+      core::code_type(seen.q.dtype, quantize_options(bits.quantization));
+  const std::vector<std::string> reasons = eight_bits
+                                               ? forward_fp8_supports(seen, gpu->arch, codes)
+                                               : forward_supports(seen, gpu->arch);
   if (!reasons.empty()) {
     throw Unsupported(
         text("the kernels of ", chip, " do not compute this problem: ", reasons.front()));
   }
   const core::SoftmaxPolicy softmax = softmax_policy(options.softmax);
   if (eight_bits) {
-    const EightBits bits = options.eight_bits.value_or(EightBits{});
-    return {*gpu, seen,
-            choose_forward_fp8_sm100(
-                seen, softmax, gpu->arch,
-                core::code_type(seen.q.dtype, quantize_options(bits.quantization)))};
+    return {*gpu, seen, choose_forward_fp8_sm100(seen, softmax, gpu->arch, codes)};
   }
   return {*gpu, seen, choose_forward(seen, softmax, gpu->arch, gpu->sm_count)};
 }

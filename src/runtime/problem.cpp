@@ -31,7 +31,7 @@ constexpr DTypes only(DType dtype) { return {1u << static_cast<unsigned>(dtype)}
 
 std::ostream& operator<<(std::ostream& stream, DTypes set) {
   const char* separator = "";
-  for (unsigned i = 0; i <= static_cast<unsigned>(DType::boolean); ++i) {
+  for (unsigned i = 0; i <= static_cast<unsigned>(DType::s8); ++i) {
     if (!set.has(static_cast<DType>(i))) continue;
     stream << separator << static_cast<DType>(i);
     separator = " or ";
@@ -42,17 +42,18 @@ std::ostream& operator<<(std::ostream& stream, DTypes set) {
 void check_dtypes(const Problem& problem) {
   constexpr DTypes f32 = only(DType::f32);
   constexpr DTypes narrow = only(DType::bf16) | only(DType::f16);
-  constexpr DTypes fp8 = only(DType::e4m3) | only(DType::e5m2);
+  constexpr DTypes eight_bits = only(DType::e4m3) | only(DType::e5m2) | only(DType::s8);
   const DType inputs = problem.q.dtype;
   const DTypes same = only(inputs);
-  const bool quantized = fp8.has(inputs);
-  const DTypes computable = f32 | narrow | fp8;
+  const DTypes values = only(static_cast<DType>(core::value_type(static_cast<core::DType>(inputs))));
+  const bool quantized = eight_bits.has(inputs);
+  const DTypes computable = f32 | narrow | eight_bits;
   require(computable.has(inputs), "q has dtype ", inputs, "; it must be ", computable);
   const struct {
     const Argument& argument;
     DTypes allowed;
   } rules[] = {{arguments[1], same},
-               {arguments[2], same},
+               {arguments[2], values},
                {arguments[3], quantized ? f32 | narrow : f32 | same},
                {arguments[4], f32},
                {arguments[5], quantized ? f32 : f32 | same},
@@ -71,7 +72,7 @@ void check_dtypes(const Problem& problem) {
   for (const Argument& argument : std::span(arguments).subspan(9)) {
     require(quantized || !(problem.*argument.tensor).present, argument.name,
             " is present but q, k and v are ", inputs,
-            "; scales belong to e4m3 and e5m2, so leave it absent");
+            "; scales belong to e4m3, e5m2 and s8, so leave it absent");
   }
 }
 

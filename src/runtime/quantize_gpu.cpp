@@ -22,6 +22,7 @@ std::string_view text_of(DType type) {
     case DType::f16: return "f16";
     case DType::e4m3: return "e4m3";
     case DType::e5m2: return "e5m2";
+    case DType::s8: return "s8";
     default: return "f32";
   }
 }
@@ -118,6 +119,7 @@ Quantizer::Pass Quantizer::build(const core::Problem& p, const core::View& view,
   QuantizeConfig& c = pass.config;
   c.dtype = view.dtype;
   c.to = core::code_type(view.dtype, options_);
+  if (values) c.to = core::value_type(c.to);
   // As rows, v keeps its own columns.
   c.columns = core::fp8_columns(columns);
   c.rotate = options_.rotate && !values && !coded;

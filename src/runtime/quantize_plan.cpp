@@ -52,16 +52,17 @@ Tensor dense(DType dtype, std::int64_t a, std::int64_t b, std::int64_t c, std::i
 
 Quantized operands_of(const core::Problem& p, DType dtype, bool transposed) {
   const core::Fp8Layout l = core::fp8_layout(p);
+  const auto values = static_cast<DType>(core::value_type(static_cast<core::DType>(dtype)));
   Quantized to;
   to.q = dense(dtype, l.batches_q, l.rows_q, l.heads_q, l.columns);
   to.q_scale = dense(DType::f32, l.batches_q, l.heads_q, l.blocks_q, 1);
   to.k = dense(dtype, l.batches_k, l.rows_k, l.heads_kv, l.columns);
   if (!transposed) {
-    to.v = dense(dtype, l.batches_k, l.rows_k, l.heads_kv, l.columns_v);
+    to.v = dense(values, l.batches_k, l.rows_k, l.heads_kv, l.columns_v);
     to.k_scale = to.v_scale = dense(DType::f32, l.batches_k, l.heads_kv, l.blocks_k, 1);
     return to;
   }
-  to.v = dense(dtype, l.batches_k, l.heads_kv, l.columns_v, l.blocks_k * core::scale_block);
+  to.v = dense(values, l.batches_k, l.heads_kv, l.columns_v, l.blocks_k * core::scale_block);
   to.key_scale = dense(DType::f32, 1, 1,
                        l.key_scale_bytes / static_cast<std::int64_t>(sizeof(core::KeyScale)), 4);
   return to;

@@ -19,7 +19,9 @@ std::string_view type_name(DType type) {
     case DType::f16: return "f16";
     case DType::e4m3: return "e4m3";
     case DType::e5m2: return "e5m2";
-    default: throw std::invalid_argument("tensor cores here take bf16, f16, e4m3 or e5m2 elements");
+    case DType::s8: return "s8";
+    default:
+      throw std::invalid_argument("tensor cores here take bf16, f16, e4m3, e5m2 or s8 elements");
   }
 }
 
@@ -28,7 +30,8 @@ void check(const WgmmaShape& s) {
   if (s.n < 8 || s.n > 256 || s.n % 8 != 0) {
     throw std::invalid_argument("wgmma n is " + n + ", but must be a multiple of 8 from 8 to 256");
   }
-  if (is_eight_bit(s.a) != is_eight_bit(s.b) || (!is_eight_bit(s.a) && s.a != s.b)) {
+  const bool mixes = core::is_float8(s.a) && core::is_float8(s.b);
+  if (s.a != s.b && !mixes) {
     throw std::invalid_argument("wgmma takes " + std::string(type_name(s.a)) + " and " +
                                 std::string(type_name(s.b)) +
                                 " operands only together with their own kind");
@@ -76,7 +79,7 @@ void check_words(int words) {
 std::string wgmma_name(const WgmmaShape& s) {
   check(s);
   std::string name = "wgmma_m64n" + std::to_string(s.n) + (is_eight_bit(s.a) ? "k32" : "k16") +
-                     "_f32_" + std::string(type_name(s.a));
+                     (s.a == DType::s8 ? "_s32_" : "_f32_") + std::string(type_name(s.a));
   if (s.b != s.a) name += "_" + std::string(type_name(s.b));
   name += s.a_in_registers ? "_rs_" : "_ss_";
   name += s.a_mn_major ? 'm' : 'k';
@@ -87,23 +90,26 @@ std::string wgmma_name(const WgmmaShape& s) {
 std::string wgmma_text(const WgmmaShape& s, std::string_view name) {
   check(s);
   const int count = s.n / 2;  // accumulators per thread
+  const bool integer = s.a == DType::s8;
   const int a_places = s.a_in_registers ? 4 : 1;
   std::string text = "__forceinline__ void " + (name.empty() ? wgmma_name(s) : std::string(name)) +
-                     "(float (&d)[" + std::to_string(count) + "], " +
+                     (integer ? "(int32" : "(float") + " (&d)[" + std::to_string(count) + "], " +
                      (s.a_in_registers ? "const uint32 (&a)[4]" : "uint64 a") +
                      ", uint64 b, bool accumulate) {\n  asm volatile(\"{ .reg .pred p;\\n\"\n";
   text += "\"setp.ne.b32 p, " + place(count + a_places + 1) + ", 0;\\n\"\n";
   text += "\"wgmma.mma_async.sync.aligned.m64n" + std::to_string(s.n) +
-          (is_eight_bit(s.a) ? "k32" : "k16") + ".f32." + std::string(type_name(s.a)) + "." +
+          (is_eight_bit(s.a) ? "k32" : "k16") + (integer ? ".s32." : ".f32.") +
+          std::string(type_name(s.a)) + "." +
           std::string(type_name(s.b)) + " \"\n";
   text += "\"{" + places(0, count) + "}, \"\n\"";
   text += s.a_in_registers ? "{" + places(count, 4) + "}" : place(count);
-  text += ", " + place(count + a_places) + ", p, 1, 1";
+  text += ", " + place(count + a_places) + ", p";
+  if (!integer) text += ", 1, 1";
   if (!is_eight_bit(s.a)) {
     if (!s.a_in_registers) text += s.a_mn_major ? ", 1" : ", 0";
     text += s.b_mn_major ? ", 1" : ", 0";
   }
-  text += "; }\"\n: " + operands("+f", "d", count) + "\n: ";
+  text += "; }\"\n: " + operands(integer ? "+r" : "+f", "d", count) + "\n: ";
   text += s.a_in_registers ? operands("r", "a", 4) : "\"l\"(a)";
   text += ", \"l\"(b), \"r\"(static_cast<uint32>(accumulate))\n: \"memory\");\n}\n";
   return text;

@@ -120,13 +120,14 @@ class Terms {
 }  // namespace
 
 std::string_view name(DType dtype) {
-  constexpr std::array<std::string_view, 6> names{"f32", "bf16", "f16", "e4m3", "e5m2", "boolean"};
+  constexpr std::array<std::string_view, 7> names{"f32",  "bf16",    "f16", "e4m3",
+                                                  "e5m2", "boolean", "s8"};
   const auto index = static_cast<std::size_t>(dtype);
   return index < names.size() ? names[index] : "unknown";
 }
 
 std::size_t size_bytes(DType dtype) {
-  static_assert(static_cast<int>(DType::boolean) == static_cast<int>(core::DType::boolean));
+  static_assert(static_cast<int>(DType::s8) == static_cast<int>(core::DType::s8));
   return static_cast<std::size_t>(core::size_bytes(static_cast<core::DType>(dtype)));
 }
 
@@ -169,8 +170,8 @@ void check_view(std::string_view argument, const Tensor& tensor) {
             " has data but is marked absent; set present, or leave data null to omit it");
     return;
   }
-  require(tensor.dtype <= DType::boolean, argument, " has dtype ", static_cast<int>(tensor.dtype),
-          ", which is none of f32, bf16, f16, e4m3, e5m2 and boolean");
+  require(tensor.dtype <= DType::s8, argument, " has dtype ", static_cast<int>(tensor.dtype),
+          ", which is none of f32, bf16, f16, e4m3, e5m2, boolean and s8");
   for (const std::int64_t extent : tensor.shape) {
     require(extent >= 0 && extent <= max_extent, argument, " has shape ", Tuple{tensor.shape},
             ", but every extent must lie in 0..", max_extent);

@@ -208,11 +208,10 @@ class Fp8Input {
     cpu::quantize(problem, {spec.granularity, spec.rotate, 7, spec.codes}, operands());
   }
 
-  float value_of(uint8 code) const {
-    return spec.codes == core::DType::e4m3 ? core::e4m3_to_float(code) : core::e5m2_to_float(code);
-  }
+  float value_of(uint8 code) const { return core::load_element(&code, spec.codes, 0); }
 
-  // What the codes stand for, in fp32: exact, since scales are powers of two.
+  // What the codes stand for, in fp32: exact where scales are powers of two, those of integers are
+  // not.
   void restore() {
     restored = problem;
     restored.head_dim = layout.columns;
@@ -259,7 +258,7 @@ class Fp8Input {
       for (int32 c = 0; c < layout.columns_v; ++c) {
         const int64 at = (pair * layout.columns_v + c) * layout.blocks_k * core::scale_block + slot;
         restored_v_[static_cast<std::size_t>(place * layout.columns_v + c)] =
-            value_of(v_codes[static_cast<std::size_t>(at)]) / s.v_inverse;
+            core::load_element(v_codes.data(), core::value_type(spec.codes), at) / s.v_inverse;
       }
     }
     view(restored.q, rows_q, spec.heads_q, layout.columns, core::DType::f32);
@@ -371,7 +370,7 @@ Fp8Result run_on(Device& device, const Fp8Input& input) {
   launch.counters = reinterpret_cast<runtime::DeviceAddress>(counters);
   launch.scheduler = reinterpret_cast<runtime::DeviceAddress>(scheduler);
 
-  EXPECT_TRUE(runtime::forward_fp8_supports(p, device.properties().arch).empty());
+  EXPECT_TRUE(runtime::forward_fp8_supports(p, device.properties().arch, c.codes).empty());
   const runtime::ForwardFp8Kernel kernel(device, config_of(c, p, device.properties().arch));
   kernel.run(launch, operands);
 
@@ -408,6 +407,11 @@ std::vector<Fp8Result> check_case(const Fp8Case& spec, runtime::EmulationOptions
   for (const std::string& name : test_devices()) {
     SCOPED_TRACE(name);
     const auto device = runtime::open_device(name, {.order = order, .seed = 7, .checks = true});
+    const std::string arch = device->properties().arch;
+    if (spec.codes == core::DType::s8 && arch != "sm_90a") {
+      EXPECT_EQ(runtime::forward_fp8_supports(input.problem, arch, spec.codes).size(), 1u);
+      continue;
+    }
     cpu::Fp8Statistics statistics;
     const cpu::ReferenceResult twin = cpu::forward_fp8(
         input.problem, input.operands(),
@@ -466,6 +470,72 @@ const Fp8Case fp8_cases[] = {
      .seqlen_k = 900,
      .rise = 200,
      .codes = core::DType::e5m2},
+    {.name = "s8", .seqlen_q = 140, .seqlen_k = 500, .outlier = 30, .codes = core::DType::s8},
+    {.name = "s8_d64",
+     .batch = 2,
+     .heads_q = 4,
+     .seqlen_q = 130,
+     .seqlen_k = 513,
+     .head_dim = 64,
+     .head_dim_v = 64,
+     .window = {-1, 0},
+     .codes = core::DType::s8},
+    {.name = "s8_d256",
+     .heads_q = 1,
+     .heads_kv = 1,
+     .seqlen_q = 150,
+     .seqlen_k = 250,
+     .head_dim = 256,
+     .head_dim_v = 256,
+     .codes = core::DType::s8},
+    {.name = "s8_d80_softcap",
+     .seqlen_q = 140,
+     .seqlen_k = 300,
+     .head_dim = 80,
+     .head_dim_v = 80,
+     .softcap = 5.0f,
+     .codes = core::DType::s8},
+    {.name = "s8_unrotated",
+     .seqlen_q = 140,
+     .seqlen_k = 300,
+     .granularity = core::ScaleGranularity::head,
+     .rotate = false,
+     .codes = core::DType::s8},
+    {.name = "s8_rows_rise",
+     .seqlen_q = 140,
+     .seqlen_k = 900,
+     .rise = 200,
+     .codes = core::DType::s8},
+    {.name = "s8_promoted",
+     .seqlen_q = 140,
+     .seqlen_k = 900,
+     .window = {300, 0},
+     .sink = true,
+     .codes = core::DType::s8,
+     .promote_keys = 192},
+    {.name = "s8_varlen",
+     .heads_kv = 1,
+     .seqlen_q = 257,
+     .seqlen_k = 322,
+     .window = {-1, 0},
+     .codes = core::DType::s8,
+     .cu_seqlens_q = {0, 100, 100, 357, 400},
+     .cu_seqlens_k = {0, 50, 178, 500, 500},
+     .slack = 700},
+    {.name = "s8_seqused",
+     .batch = 3,
+     .seqlen_q = 200,
+     .seqlen_k = 300,
+     .window = {-1, 0},
+     .codes = core::DType::s8,
+     .seqused_q = {200, 0, 77},
+     .seqused_k = {13, 300, 200}},
+    {.name = "s8_online",
+     .seqlen_q = 140,
+     .seqlen_k = 700,
+     .rise = 100,
+     .softmax = SoftmaxPolicy::online,
+     .codes = core::DType::s8},
     {.name = "promoted", .seqlen_q = 140, .seqlen_k = 900, .promote_keys = 256, .tile_k = 128},
     {.name = "promoted_rows_rise",
      .seqlen_q = 140,
