@@ -102,6 +102,12 @@ std::vector<Method> table_methods() {
   Fp8Arithmetic unfused = plain;
   unfused.unfused = true;
   unfused.accumulator_bits = 23;
+  Fp8Arithmetic integers = full;
+  integers.quantization.dtype = DType::s8;
+  Fp8Arithmetic integers_one_scale = integers;
+  integers_one_scale.quantization.scales = Fp8Scales::tensor;
+  Fp8Arithmetic integers_unrotated = integers;
+  integers_unrotated.quantization.rotate = false;
   Fp8Arithmetic one_scale = full;
   one_scale.quantization.scales = Fp8Scales::tensor;
   Fp8Arithmetic unrotated = full;
@@ -129,6 +135,9 @@ std::vector<Method> table_methods() {
       eight_bits("  online maximum, top 2^8", online),
       eight_bits("  sums of rounded weights", rounded_sum),
       eight_bits("  weights not rounded", exact_weights),
+      eight_bits("q and k in s8, the full method", integers),
+      eight_bits("  one scale a tensor", integers_one_scale),
+      eight_bits("  not rotated", integers_unrotated),
   };
 }
 
