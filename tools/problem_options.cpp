@@ -137,7 +137,8 @@ void add_eight_bits(CLI::App& app, ProblemOptions& o) {
        [&o](const std::string& t) {
          in_eight_bits(o).quantization.scales = parse_name("--quantize", t, scales_names);
        });
-  text("--quantize-dtype", "TYPE", "What to quantise to: e4m3 (the default), e5m2, or s8 (q and k; v is e4m3)",
+  text("--quantize-dtype", "TYPE",
+       "What to quantise to: e4m3 (the default), e5m2, or s8 (q and k; v is e4m3)",
        [&o](const std::string& t) {
          in_eight_bits(o).quantization.dtype = parse_dtype("--quantize-dtype", t);
        });

@@ -132,7 +132,8 @@ void allocate_inputs(Workload& w, const Shape& shape, const ProblemOptions& opti
   p.q = tensor_of(w, dtype, layout, batch_q, rows_q, shape.heads_q, shape.head_dim);
   p.k = tensor_of(w, dtype, layout, batch_k, rows_k, shape.heads_kv, shape.head_dim);
   const bool integers = dtype == DType::s8;
-  p.v = tensor_of(w, integers ? DType::e4m3 : dtype, layout, batch_k, rows_k, shape.heads_kv, shape.head_dim_v);
+  p.v = tensor_of(w, integers ? DType::e4m3 : dtype, layout, batch_k, rows_k, shape.heads_kv,
+                  shape.head_dim_v);
   // There is no output in 8 bits: their range is that of scaled blocks.
   const bool eight_bits = integers || dtype == DType::e4m3 || dtype == DType::e5m2;
   p.out = tensor_of(w, eight_bits ? DType::bf16 : dtype, layout, batch_q, rows_q, shape.heads_q,

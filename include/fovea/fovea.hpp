@@ -167,8 +167,8 @@ enum class Fp8Scales : std::uint8_t { tensor, head, block };
 // How q, k and v become eight bits. Scales of floating formats are powers of two.
 struct Quantization {
   // Or e5m2, which keeps a bit less of every element; or s8: q and k become signed integers, v
-  // e4m3, which is the more accurate where q and k are rotated (docs/kernels/fp8.md, on GPUs: sm_90a
-  // alone). A block of integers with an element that is not finite is NaN.
+  // e4m3, which is the more accurate where q and k are rotated (docs/kernels/fp8.md, on GPUs:
+  // sm_90a alone). A block of integers with an element that is not finite is NaN.
   DType dtype = DType::e4m3;
   Fp8Scales scales = Fp8Scales::block;
   // q and k times random signs times a Hadamard matrix, which cancels in q k^T: FlashAttention-3's

@@ -26,9 +26,7 @@ constexpr float infinity = std::numeric_limits<float>::infinity();
 
 std::size_t index(int64 value) { return static_cast<std::size_t>(value); }
 
-float value_of(core::DType type, core::uint8 code) {
-  return core::load_element(&code, type, 0);
-}
+float value_of(core::DType type, core::uint8 code) { return core::load_element(&code, type, 0); }
 
 // The codes of one sequence and KV head as numbers.
 struct Keys {

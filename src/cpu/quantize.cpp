@@ -211,8 +211,8 @@ void quantize_operand(const Operand& o, int threads, const Store& store) {
 }
 
 // Codes as rows.
-void store_rows(const Operand& o, const Rows& rows, int64 head, int64 block, const core::CodeScale& code,
-                const Block& x, uint8* codes) {
+void store_rows(const Operand& o, const Rows& rows, int64 head, int64 block,
+                const core::CodeScale& code, const Block& x, uint8* codes) {
   const int64 count = std::min<int64>(scale_block, rows.capacity - block * scale_block);
   for (int64 r = 0; r < count; ++r) {
     const int64 row = rows.batch * o.rows + rows.first + block * scale_block + r;
@@ -223,8 +223,8 @@ void store_rows(const Operand& o, const Rows& rows, int64 head, int64 block, con
 }
 
 // Codes transposed, for v.
-void store_columns(const Operand& o, const Rows& rows, int64 head, int64 block, const core::CodeScale& code,
-                   const Block& x, uint8* codes) {
+void store_columns(const Operand& o, const Rows& rows, int64 head, int64 block,
+                   const core::CodeScale& code, const Block& x, uint8* codes) {
   const int64 keys = o.blocks * scale_block;
   const int64 first = (rows.first_block + block) * scale_block;
   for (int32 c = 0; c < o.columns; ++c) {
@@ -237,8 +237,8 @@ void store_columns(const Operand& o, const Rows& rows, int64 head, int64 block, 
 }
 
 // What the codes stand for, as rows.
-void store_values(const Operand& o, const Rows& rows, int64 head, int64 block, const core::CodeScale& code,
-                  float scale, const Block& x, float* values) {
+void store_values(const Operand& o, const Rows& rows, int64 head, int64 block,
+                  const core::CodeScale& code, float scale, const Block& x, float* values) {
   const int64 count = std::min<int64>(scale_block, rows.capacity - block * scale_block);
   for (int64 r = 0; r < count; ++r) {
     const int64 row = rows.batch * o.rows + rows.first + block * scale_block + r;
@@ -261,12 +261,12 @@ int64 place_of(const Operand& o, const Rows& rows, int64 head, int64 block) {
 void quantize_as_rows(const Operand& o, uint8* codes, float* scales, int threads) {
   if (codes == nullptr || scales == nullptr) return;
   std::fill_n(scales, o.batches * o.heads * o.blocks, 1.0f);
-  quantize_operand(
-      o, threads,
-      [&](const Rows& rows, int64 head, int64 block, const core::CodeScale& code, float scale, const Block& x) {
-        store_rows(o, rows, head, block, code, x, codes);
-        scales[place_of(o, rows, head, block)] = scale;
-      });
+  quantize_operand(o, threads,
+                   [&](const Rows& rows, int64 head, int64 block, const core::CodeScale& code,
+                       float scale, const Block& x) {
+                     store_rows(o, rows, head, block, code, x, codes);
+                     scales[place_of(o, rows, head, block)] = scale;
+                   });
 }
 
 }  // namespace
@@ -282,23 +282,23 @@ void quantize(const Problem& p, const QuantizeOptions& options, const Fp8Operand
     std::fill_n(operands.key_scale, l.key_scale_bytes / int64{sizeof(KeyScale)}, KeyScale{});
   }
   if (operands.k != nullptr && operands.key_scale != nullptr) {
-    quantize_operand(
-        k, threads,
-        [&](const Rows& rows, int64 head, int64 block, const core::CodeScale& code, float scale, const Block& x) {
-          store_rows(k, rows, head, block, code, x, operands.k);
-          operands.key_scale[place_of(k, rows, head, block)].k = scale;
-        });
+    quantize_operand(k, threads,
+                     [&](const Rows& rows, int64 head, int64 block, const core::CodeScale& code,
+                         float scale, const Block& x) {
+                       store_rows(k, rows, head, block, code, x, operands.k);
+                       operands.key_scale[place_of(k, rows, head, block)].k = scale;
+                     });
   }
   if (operands.v != nullptr && operands.key_scale != nullptr) {
-    quantize_operand(
-        v, threads,
-        [&](const Rows& rows, int64 head, int64 block, const core::CodeScale& code, float scale, const Block& x) {
-          store_columns(v, rows, head, block, code, x, operands.v);
-          KeyScale& s = operands.key_scale[place_of(v, rows, head, block)];
-          s.v_log2 = std::log2(scale);
-          s.v_inverse = 1.0f / scale;
-          s.v = scale;
-        });
+    quantize_operand(v, threads,
+                     [&](const Rows& rows, int64 head, int64 block, const core::CodeScale& code,
+                         float scale, const Block& x) {
+                       store_columns(v, rows, head, block, code, x, operands.v);
+                       KeyScale& s = operands.key_scale[place_of(v, rows, head, block)];
+                       s.v_log2 = std::log2(scale);
+                       s.v_inverse = 1.0f / scale;
+                       s.v = scale;
+                     });
   }
 }
 
@@ -345,9 +345,8 @@ void widen(const Problem& p, const QuantizeOptions& options, std::byte* memory, 
     auto* values = static_cast<float*>(view.data);
     quantize_operand(
         o, threads,
-        [&](const Rows& rows, int64 head, int64 block, const core::CodeScale& code, float scale, const Block& x) {
-          store_values(o, rows, head, block, code, scale, x, values);
-        });
+        [&](const Rows& rows, int64 head, int64 block, const core::CodeScale& code, float scale,
+            const Block& x) { store_values(o, rows, head, block, code, scale, x, values); });
   }
 }
 

@@ -15,12 +15,12 @@
 // the scales of q, k and v ride in the multiply-add and its addend (KeyScale), weights become the
 // next product's operand without a shuffle (value_key), and there is no running maximum.
 //
-// Where q and k are integers (s8), scores are sums of integers, exact, and cost a conversion more,
-// on the ALU: 128 x 192 at 64 a cycle are 384 of its cycles, and 192 of the issue slots'. Weights
-// and v stay e4m3.
+// Where q and k are integers (s8), scores are sums of integers, exact. They begin at the bits of
+// 1.5 x 2^23, so that they are fp32 numbers when the products end, and that number's share is
+// taken out by the addend: a move per score, 192 cycles of the issue slots. Weights and v are e4m3.
 //
-// Hopper's products of 8-bit floats add into accumulators of about 14 bits. A promoting kernel lets them sum
-// over C.promote key tiles only and adds the parts up in fp32, in shared memory.
+// Hopper's products of 8-bit floats add into accumulators of about 14 bits. A promoting kernel lets
+// them sum over C.promote key tiles only and adds the parts up in fp32, in shared memory.
 #pragma once
 
 #include "core/fp8.h"
@@ -225,12 +225,15 @@ struct Fp8Compute {
   RingState<2> tile_state;
 
   static constexpr bool integers = C.dtype == DType::s8;
-  float scores[score_count];                     // [64 x tile_k]: raw, then weights
-  int32 products[integers ? score_count : 1];    // raw, while they are integers
-  uint32 weights[C.tile_k / 32][4];  // the same as operand A, 8 bits each
-  float output[output_count];        // [64 x head_dim_v], since the last promotion
-  float reference[2];                // per half: of t + log2 of v's scale
-  float sum[2];                      // this thread's share
+  // Raw scores that stand for zero; transforms take it out.
+  static constexpr bool shifted = integers && C.transform == ScoreTransform::none;
+  static constexpr float zero_score = core::integer_offset;
+  float scores[score_count];                   // [64 x tile_k]: raw, then weights
+  int32 products[integers ? score_count : 1];  // raw, while products are in flight
+  uint32 weights[C.tile_k / 32][4];            // the same as operand A, 8 bits each
+  float output[output_count];                  // [64 x head_dim_v], since the last promotion
+  float reference[2];                          // per half: of t + log2 of v's scale
+  float sum[2];                                // this thread's share
   float row_scale;      // of this warp's q, and softmax_scale log2(e) unless transformed
   float sum_factor[2];  // what the sums in shared memory have to shrink by
   int32 summed;         // key tiles in the sums and in output
@@ -263,17 +266,17 @@ struct Fp8Compute {
     const uint64 q_tile = wgmma_descriptor(Plan::swizzle_qk, q.value, 0, 8 * pattern);
     const uint64 k_tile = wgmma_descriptor(Plan::swizzle_qk, k.value, 0, 8 * pattern);
     if constexpr (integers) {
-      // No instruction: the same registers, so that what they held before does not live on.
 #pragma unroll
-      for (int32 i = 0; i < score_count; ++i) products[i] = __float_as_int(scores[i]);
+      for (int32 i = 0; i < score_count; ++i) products[i] = __float_as_int(zero_score);
     }
     wgmma_fence();
 #pragma unroll
     for (int32 column = 0; column < C.head_dim; column += 32) {
       const uint32 panel = column / pattern;
       const uint32 inside = column % pattern;
-      fwd_scores(products_of_codes(), descriptor_advance(q_tile, panel * Plan::rows * pattern + inside),
-                 descriptor_advance(k_tile, panel * C.tile_k * pattern + inside), column > 0);
+      fwd_scores(
+          products_of_codes(), descriptor_advance(q_tile, panel * Plan::rows * pattern + inside),
+          descriptor_advance(k_tile, panel * C.tile_k * pattern + inside), integers || column > 0);
     }
     wgmma_commit();
   }
@@ -307,9 +310,9 @@ struct Fp8Compute {
     wgmma_hold(products_of_codes());
     release_k();
     if constexpr (integers) {
-      // Exact: at most 2^22.
+      // No instruction. Their magnitude is at most 127 x 127 x 256, below 2^22: the exponent stays.
 #pragma unroll
-      for (int32 i = 0; i < score_count; ++i) scores[i] = static_cast<float>(products[i]);
+      for (int32 i = 0; i < score_count; ++i) scores[i] = __int_as_float(products[i]);
     }
   }
 
@@ -335,6 +338,15 @@ struct Fp8Compute {
     return {__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), 0.0f};
   }
 
+  // A raw score, exact.
+  static __forceinline__ float unshifted(float score) {
+    return shifted ? score - zero_score : score;
+  }
+  // The addend of raw scores times `by`. What it rounds is less than one unit of their sums.
+  static __forceinline__ float shifted_addend(float add, float by) {
+    return shifted ? fmaf(-zero_score, by, add) : add;
+  }
+
   // What a score is multiplied by: log2 units per product of codes, 1 behind a transform.
   __forceinline__ float scale(const KeyScale& key) const {
     return C.transform == ScoreTransform::none ? row_scale * key.k : 1.0f;
@@ -347,7 +359,7 @@ struct Fp8Compute {
       const float by = row_scale * key_scale(g).k;
 #pragma unroll
       for (int32 i = g * group_count; i < (g + 1) * group_count; ++i) {
-        scores[i] *= by;
+        scores[i] = (integers ? scores[i] - zero_score : scores[i]) * by;
         if constexpr (C.transform == ScoreTransform::softcap) {
           scores[i] = tanh_accurate(scores[i]) * params.transform_out;
         }
@@ -379,7 +391,7 @@ struct Fp8Compute {
       const float by = scale(key);
 #pragma unroll
       for (int32 half = 0; half < 2; ++half) {
-        top[half] = fmaxf(top[half], largest[half] * by + key.v_log2);
+        top[half] = fmaxf(top[half], unshifted(largest[half]) * by + key.v_log2);
       }
     }
     constexpr float threshold =
@@ -401,11 +413,12 @@ struct Fp8Compute {
     for (int32 g = 0; g < Plan::groups; ++g) {
       const KeyScale key = key_scale(g);
       float by = scale(key);
-      float add[2] = {key.v_log2 + base[0] + top_log2, key.v_log2 + base[1] + top_log2};
+      float add[2] = {shifted_addend(key.v_log2 + base[0] + top_log2, by),
+                      shifted_addend(key.v_log2 + base[1] + top_log2, by)};
       if (rounds) {
 #pragma unroll
         for (int32 i = g * group_count; i < (g + 1) * group_count; ++i) {
-          scores[i] = (scores[i] * by + key.v_log2) + base[(i / 2) % 2];
+          scores[i] = (unshifted(scores[i]) * by + key.v_log2) + base[(i / 2) % 2];
         }
         by = 1.0f;
         add[0] = add[1] = top_log2;
@@ -432,7 +445,8 @@ struct Fp8Compute {
     for (int32 g = 0; g < Plan::groups; ++g) {
       const KeyScale key = key_scale(g);
       const float by = scale(key);
-      const float add[2] = {key.v_log2 + base[0], key.v_log2 + base[1]};
+      const float add[2] = {shifted_addend(key.v_log2 + base[0], by),
+                            shifted_addend(key.v_log2 + base[1], by)};
       float inside[2];
 #pragma unroll
       for (int32 i = g * group_count; i < (g + 1) * group_count; i += 2) {
@@ -517,6 +531,10 @@ struct Fp8Compute {
                   unpack(codes & 0xffffu), unpack(codes >> 16));
         }
       }
+    }
+    if constexpr (integers) {
+#pragma unroll
+      for (int32 i = 0; i < score_count; ++i) scores[i] += zero_score;
     }
     transform();
   }

@@ -271,8 +271,7 @@ struct QuantizeBlock {
       return permute_bytes<0x5410>(low, high);
     }
     if constexpr (C.to == DType::e4m3) return pack_e4m3x4(x0 * by, x1 * by, x2 * by, x3 * by);
-    return pack_e5m2x2(x0 * by, x1 * by) |
-           static_cast<uint32>(pack_e5m2x2(x2 * by, x3 * by)) << 16;
+    return pack_e5m2x2(x0 * by, x1 * by) | static_cast<uint32>(pack_e5m2x2(x2 * by, x3 * by)) << 16;
   }
 
   // x * by as an integer, in the low byte: core::float_to_s8(), without a conversion.

@@ -125,16 +125,18 @@ FwdConfig choose_forward_fp8_sm90(const Problem& p, core::SoftmaxPolicy softmax,
   const int32 widest = std::max(c.head_dim, c.head_dim_v);
   const bool plain = c.transform == core::ScoreTransform::none;
   const bool windowed = core::is_windowed(c);
+  // Integer products begin at a number, whose registers those of the sums leave no room for.
+  const bool crowded = codes == DType::s8 && promote_keys > 0;
   c.ping_pong = false;
   if (widest <= 64) {
     c.warpgroups = 3;
-    c.tile_k = plain ? 128 : 96;
+    c.tile_k = plain && !(crowded && windowed) ? 128 : 96;
     c.stages = 4;
   } else if (widest <= 128) {
     // Short rows of tiles waste less with narrow ones; a mask's edge is cheaper with few rows.
     // Three warpgroups have no registers left for sums in fp32.
     const bool narrow = !windowed && plain && promote_keys == 0;
-    const bool wide = plain && (!windowed || p.seqlen_k >= 8192);
+    const bool wide = plain && !crowded && (!windowed || p.seqlen_k >= 8192);
     c.warpgroups = narrow ? 3 : 2;
     c.tile_k = narrow ? 96 : wide ? 192 : 128;
     c.stages = narrow ? 3 : 2;
@@ -163,12 +165,11 @@ std::string text_of(const FwdConfig& config) {
   source.instructions = {
       wgmma_text({.n = config.tile_k, .a = config.dtype, .b = config.dtype}, "fwd_scores"),
       // Weights are e4m3 whatever the values are.
-      wgmma_text(
-          {.n = config.head_dim_v,
-           .a = DType::e4m3,
-           .b = core::value_type(config.dtype),
-           .a_in_registers = true},
-          "fwd_output")};
+      wgmma_text({.n = config.head_dim_v,
+                  .a = DType::e4m3,
+                  .b = core::value_type(config.dtype),
+                  .a_in_registers = true},
+                 "fwd_output")};
   source.call = "fovea::device::fwd_fp8<" + forward_expression(config) + ">";
   source.params = "fovea::core::FwdFp8Params";
   source.threads = core::threads_of(config);

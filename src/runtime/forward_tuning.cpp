@@ -342,11 +342,9 @@ Target target_for(const Problem& problem, const Options& options, std::string_vi
         " has 16-bit kernels alone; a plan for device emulated:sm_90a explains 8 bits");
   }
   const EightBits bits = options.eight_bits.value_or(EightBits{});
-  const core::DType codes =
-      core::code_type(seen.q.dtype, quantize_options(bits.quantization));
-  const std::vector<std::string> reasons = eight_bits
-                                               ? forward_fp8_supports(seen, gpu->arch, codes)
-                                               : forward_supports(seen, gpu->arch);
+  const core::DType codes = core::code_type(seen.q.dtype, quantize_options(bits.quantization));
+  const std::vector<std::string> reasons =
+      eight_bits ? forward_fp8_supports(seen, gpu->arch, codes) : forward_supports(seen, gpu->arch);
   if (!reasons.empty()) {
     throw Unsupported(
         text("the kernels of ", chip, " do not compute this problem: ", reasons.front()));

@@ -210,8 +210,8 @@ std::vector<std::string> supports(const core::Problem& problem, const GpuTarget&
   if (in_eight_bits(problem, target.options)) {
     const core::QuantizeOptions quantization =
         quantize_options(target.options.eight_bits.value_or(EightBits{}).quantization);
-    std::vector<std::string> reasons = forward_fp8_supports(
-        problem, target.arch, core::code_type(problem.q.dtype, quantization));
+    std::vector<std::string> reasons =
+        forward_fp8_supports(problem, target.arch, core::code_type(problem.q.dtype, quantization));
     if (reasons.empty()) return quantization_objections(problem);
     return reasons;
   }

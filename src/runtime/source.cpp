@@ -99,8 +99,7 @@ std::string wgmma_text(const WgmmaShape& s, std::string_view name) {
   text += "\"setp.ne.b32 p, " + place(count + a_places + 1) + ", 0;\\n\"\n";
   text += "\"wgmma.mma_async.sync.aligned.m64n" + std::to_string(s.n) +
           (is_eight_bit(s.a) ? "k32" : "k16") + (integer ? ".s32." : ".f32.") +
-          std::string(type_name(s.a)) + "." +
-          std::string(type_name(s.b)) + " \"\n";
+          std::string(type_name(s.a)) + "." + std::string(type_name(s.b)) + " \"\n";
   text += "\"{" + places(0, count) + "}, \"\n\"";
   text += s.a_in_registers ? "{" + places(count, 4) + "}" : place(count);
   text += ", " + place(count + a_places) + ", p";

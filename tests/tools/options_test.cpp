@@ -85,7 +85,7 @@ TEST(Options, NamesWhatIsWrong) {
       {{"info", "--threads", "two"}, "--threads is 'two'"},
       {{"info", "--device", "tpu"}, "--device is 'tpu'"},
       {{"info", "--quiet=3"}, "quiet was given"},
-      {{"run", "--dtype", "f64"}, "f32, bf16, f16, e4m3 or e5m2"},
+      {{"run", "--dtype", "f64"}, "f32, bf16, f16, e4m3, e5m2 or s8"},
       {{"run", "--window", "3"}, "--window is '3'"},
       {{"run", "--window", "3,4,5"}, "--window is '3,4,5'"},
       {{"run", "--softcap", "1e"}, "--softcap is '1e'"},
