@@ -4,6 +4,7 @@
     bench/gpu_fp8.py                       both tables: forward, and quantisation beside a copy
     bench/gpu_fp8.py --lab DIR             beside the kernel DIR/lab8, in turns
     bench/gpu_fp8.py --cases d64-full-16k  some rows; --list names them
+    bench/gpu_fp8.py --s8                  two more columns: q and k as integers
     bench/gpu_fp8.py --also 192:warpgroups=2,tile_k=128    another interval and configuration
     bench/gpu_fp8.py --json FILE           every time measured, as JSON
 
@@ -138,13 +139,14 @@ def warm(engine):
     return [milliseconds(engine, launches)]
 
 
-def engines_of(library: Library, operands: Operands, integers: Operands, also):
+def engines_of(library: Library, operands: Operands, integers: Operands | None, also):
     """name -> a launch; what ptxas refuses is left out, with its reason."""
     codes = library.attend(operands.problem, operands.codes)
-    s8 = library.attend(operands.problem, integers.codes)
     wanted = [("plain", codes, 0, ""), ("promoted", codes, PROMOTE_KEYS, ""),
-              ("from bf16", operands.problem, PROMOTE_KEYS, ""),
-              ("s8", s8, 0, ""), ("s8 promoted", s8, PROMOTE_KEYS, "")]
+              ("from bf16", operands.problem, PROMOTE_KEYS, "")]
+    if integers:
+        s8 = library.attend(operands.problem, integers.codes)
+        wanted += [("s8", s8, 0, ""), ("s8 promoted", s8, PROMOTE_KEYS, "")]
     for text in also:
         keys, _, configuration = text.partition(":")
         wanted.append((text, codes, int(keys), configuration))
@@ -157,13 +159,14 @@ def engines_of(library: Library, operands: Operands, integers: Operands, also):
     return found, missing
 
 
-def measure(library: Library, row: Row, rounds: int, lab: Path | None, also):
-    """name -> every time in milliseconds and the lab's TFLOPS; name -> difference to bf16; notes."""
+def measure(library: Library, row: Row, rounds: int, lab: Path | None, s8: bool, also):
+    """name -> every time in ms and the lab's TFLOPS; name -> difference to bf16; notes."""
     inputs = Inputs(row.case)
     operands = Operands(library, inputs)
-    integers = Operands(library, inputs, S8)
-    for each in (operands, integers):
-        each.quantizer.run(each.problem, each.codes)
+    operands.quantizer.run(operands.problem, operands.codes)
+    integers = Operands(library, inputs, S8) if s8 else None
+    if integers:
+        integers.quantizer.run(integers.problem, integers.codes)
     engines, missing = engines_of(library, operands, integers, also)
     difference = {}
     for name, engine in engines.items():
@@ -200,13 +203,14 @@ def judge(row: Row, rates, full):
 
 
 def forward_table(library: Library, rows, arguments):
-    columns = ["plain", "promoted", "from bf16", "s8", "s8 promoted", "lab", *arguments.also]
-    print(f"| TFLOPS | {' | '.join(columns)} | promoted over plain | plain | error | s8's |")
-    print("|---" * (len(columns) + 5) + "|")
+    integers = ["s8", "s8 promoted"] if arguments.s8 else []
+    columns = ["plain", "promoted", "from bf16", *integers, "lab", *arguments.also]
+    print(f"| TFLOPS | {' | '.join(columns)} | promoted over plain | plain | errors |")
+    print("|---" * (len(columns) + 4) + "|")
     everything, full, below = {}, {}, []
     for row in rows:
         rates, times, difference, notes = measure(
-            library, row, arguments.rounds, arguments.lab, arguments.also
+            library, row, arguments.rounds, arguments.lab, arguments.s8, arguments.also
         )
         everything[row.case.name] = {"ms": times, "tflops": rates}
         if row.case.head_dim == 128 and not row.case.causal and not row.case.warm:
@@ -214,13 +218,13 @@ def forward_table(library: Library, rows, arguments):
         floor, holds = judge(row, rates, full)
         if holds is False:
             below.append(row.case.name)
-        wrong = [f"{row.case.name}, {name}: error {d:.1e}" for name, d in difference.items()
-                 if not d < TOLERANCE]
-        below += wrong
+        below += [f"{row.case.name}, {name}: error {d:.1e}" for name, d in difference.items()
+                  if not d < TOLERANCE]
+        errors = " ".join(f"{difference[n]:.1e}" for n in ("plain", "s8") if n in difference)
         cells = [f"{rates[name]:.0f}" if name in rates else "" for name in columns]
         print(f"| {row.case.name} | {' | '.join(cells)} | "
               f"{rates.get('promoted', float('nan')) / rates['plain']:.2f} | {floor} | "
-              f"{difference.get('plain', float('nan')):.1e} | {difference.get('s8', float('nan')):.1e} |{' ' + '; '.join(notes) if notes else ''}", flush=True)
+              f"{errors} |{' ' + '; '.join(notes) if notes else ''}", flush=True)
         torch.cuda.empty_cache()
     return everything, below
 
@@ -269,6 +273,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="name the cases")
     parser.add_argument("--rounds", type=int, default=4, help="launches of each engine and turn")
     parser.add_argument("--lab", type=Path, help="folder of lab8")
+    parser.add_argument("--s8", action="store_true", help="and q and k as integers")
     parser.add_argument("--also", action="append", default=[], metavar="KEYS[:FIELD=VALUE,...]")
     parser.add_argument("--library", type=Path, default=ROOT / "build/bench/libfovea_bench.so")
     parser.add_argument("--json", type=Path)

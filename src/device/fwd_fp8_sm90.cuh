@@ -268,6 +268,7 @@ struct Fp8Compute {
     if constexpr (integers) {
 #pragma unroll
       for (int32 i = 0; i < score_count; ++i) products[i] = __float_as_int(zero_score);
+      wgmma_hold(products);  // in registers now, not behind the fence
     }
     wgmma_fence();
 #pragma unroll

@@ -21,7 +21,7 @@ enum WgmmaFlags : u32 {
 constexpr u32 kLanes = 32;
 
 // Inst::mode: what an accumulator register holds, one fp32 number, two of fp16, or an s32.
-enum Sums : u32 { kFloatSums, kHalfSums, kIntegerSums };
+enum Sums : u32 { float_sums, half_sums, integer_sums };
 
 struct Shape {
   u32 n = 0, k = 0;
@@ -143,8 +143,8 @@ class WgmmaOp : public AsyncOp {
   void run_warp(const MatrixStep& step, u32 w, const Shape& shape) {
     Warp& target = *cta->warps[warpgroup * 4 + w];
     const OperandRef* d = target.operands(*step.inst);
-    const bool half = step.inst->mode == kHalfSums;
-    const bool integer = step.inst->mode == kIntegerSums;
+    const bool half = step.inst->mode == half_sums;
+    const bool integer = step.inst->mode == integer_sums;
     float a[2 * 32 * kLanes];
     spread_a(step, w, shape.k, a);
     const u32 columns = shape.n / 4;
@@ -204,7 +204,7 @@ class WgmmaOp : public AsyncOp {
   static void count(Counters& counters, const Inst& mma, const Shape& shape) {
     const u64 flops = u64{2} * 16 * shape.n * shape.k;
     const u32 size = element_size(element_of(mma.type));
-    (mma.mode == kIntegerSums ? counters.tensor_ops_int8
+    (mma.mode == integer_sums ? counters.tensor_ops_int8
      : size == 2              ? counters.tensor_flops_f16
      : size == 4              ? counters.tensor_flops_tf32
                               : counters.tensor_flops_fp8) += flops;
@@ -460,7 +460,7 @@ void build_mma_async(Builder& b) {
     b.fail("shape ." + word + " is not valid for these types.");
   }
   inst.extra = shape.n | shape.k << 16;
-  inst.mode = integer ? kIntegerSums : d == Type::f16 ? kHalfSums : kFloatSums;
+  inst.mode = integer ? integer_sums : d == Type::f16 ? half_sums : float_sums;
   const Operand& a = b.operand(1);
   const bool shared = a.kind != Operand::Kind::vector;
   b.output_list(b.operand(0), Type::b32);
