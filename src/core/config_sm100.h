@@ -50,6 +50,7 @@ struct Fwd100Config {
   bool launch_control = false;
   // sm_103a: tensor memory gives the largest of the scores together with them.
   bool max_with_load = false;
+  bool trace = false;  // one CTA writes a timeline
   bool operator==(const Fwd100Config&) const = default;
 };
 
@@ -144,15 +145,14 @@ constexpr int32 shared_bytes(const Fwd100Config& c) {
 }
 
 // Registers that setmaxnreg leaves to each thread; together what the launch takes at entry.
-// Scales and corrections together take the softmax more than the correcting warps need.
 constexpr bool softmax_is_tight(const Fwd100Config& c) {
-  return is_eight_bit(c) && is_corrected(c);
+  return c.query_tiles == 2 && is_eight_bit(c) && is_corrected(c);
 }
 constexpr int32 softmax_registers(const Fwd100Config& c) {
-  return c.query_tiles == 1 ? 224 : softmax_is_tight(c) ? 184 : 176;
+  return softmax_is_tight(c) ? 184 : c.query_tiles == 2 ? 176 : 224;
 }
 constexpr int32 correction_registers(const Fwd100Config& c) {
-  return c.query_tiles == 1 ? 160 : softmax_is_tight(c) ? 64 : 80;
+  return softmax_is_tight(c) ? 64 : c.query_tiles == 2 ? 80 : 160;
 }
 constexpr int32 other_registers(const Fwd100Config& c) { return c.query_tiles == 2 ? 80 : 120; }
 

@@ -7,7 +7,8 @@
 namespace fovea::core {
 
 // What a role does from its event to the next one. A loading role finds tiles, waits for free
-// memory and copies; a computing one waits for tiles, for its turn and for the tensor cores.
+// memory and copies; a computing one waits for tiles, for its turn and for the tensor cores. On
+// Blackwell one role issues all products: it waits for keys and for weights.
 enum class TracePhase : uint8 {
   none,  // it has ended
   tile,
@@ -20,10 +21,15 @@ enum class TracePhase : uint8 {
   softmax,
   output,
   convert,
-  store
+  store,
+  keys,
+  weights,
+  correct
 };
 
-inline constexpr int32 trace_roles = 4;  // 0 loads, the others compute
+// The most that a kernel has. Hopper: 0 loads, the others compute. Blackwell: load, multiply, two
+// of softmax, correct, store.
+inline constexpr int32 trace_roles = 6;
 
 // Where a launch writes: `capacity` words for each role, zero before it. An event is the clock of
 // the multiprocessor, shifted left by eight, and the phase that begins.

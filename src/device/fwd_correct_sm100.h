@@ -53,11 +53,17 @@ struct Correct100 {
     return base + core::output_column(C, 0) + C.head_dim_v * t;
   }
 
+  __forceinline__ void begin(TracePhase phase) const {
+    mark<C>(plan, params, TraceRole::correct, row() == 0, phase);
+  }
+
   __forceinline__ void correct(int32 t, bool first) {
     const int32 n = seen[t]++;
     const int32 slot = slot_of<C>(t, n);
+    begin(TracePhase::softmax);
     mbarrier_wait(plan.factor_full[slot], slot_parity<C>(n));
     if (!first) {
+      begin(TracePhase::correct);
       const float factor = plan.row_factor[slot][row()];
       if (__any_sync(0xffffffffu, factor != 1.0f)) {
         if constexpr (!Plan::scores_follow_output) {
@@ -231,11 +237,13 @@ struct Correct100 {
   __forceinline__ void finish(const Fwd100Tile& tile, int32 t) {
     const bool has_output = tile.spans[t].count() > 0;
     if constexpr (!core::is_corrected(C)) seen[t] += tile.spans[t].count();
+    begin(TracePhase::output);
     const float factor = finish_row(tile, t);
     if (has_output) {
       plan.output_ring[t].wait_full(output_states[t]);
       tcgen05_fence_after();
     }
+    begin(TracePhase::convert);
     if (is_staged<C>(tile, t)) {
       stage_output(tile, t, factor);
     } else {
@@ -253,6 +261,7 @@ struct Correct100 {
   }
 
   __forceinline__ void run() {
+    begin(TracePhase::tile);
     while (const Fwd100Tile* tile = next_tile<C>(plan, tile_state)) {
       if constexpr (core::is_corrected(C)) {
 #pragma unroll 1
@@ -269,7 +278,9 @@ struct Correct100 {
       for (int32 t = 0; t < C.query_tiles; ++t) finish(*tile, t);
       arrive_warp(plan.tile_ring.free[tile_state.stage]);
       tile_state.advance();
+      begin(TracePhase::tile);
     }
+    begin(TracePhase::none);
   }
 };
 
@@ -279,11 +290,17 @@ template <Fwd100Config C>
 __forceinline__ void store(Fwd100Plan<C>& plan, const FwdParams& params) {
   RingState<2> tile_state;
   RingState<1> out_states[C.query_tiles];
+  const auto begin = [&](TracePhase phase) {
+    mark<C>(plan, params, TraceRole::store, true, phase);
+  };
+  begin(TracePhase::tile);
   while (const Fwd100Tile* tile = next_tile<C>(plan, tile_state)) {
 #pragma unroll
     for (int32 t = 0; t < C.query_tiles; ++t) {
       if (!is_staged<C>(*tile, t)) continue;
+      begin(TracePhase::output);
       plan.out_ring[t].wait_full(out_states[t]);
+      begin(TracePhase::store);
 #pragma unroll
       for (int32 panel = 0; panel < Fwd100Plan<C>::panels_v; ++panel) {
         tma_store(&params.out_map, plan.staging(t) + panel * Fwd100Plan<C>::panel_bytes,
@@ -301,7 +318,9 @@ __forceinline__ void store(Fwd100Plan<C>& plan, const FwdParams& params) {
     }
     plan.tile_ring.release(tile_state);
     tile_state.advance();
+    begin(TracePhase::tile);
   }
+  begin(TracePhase::none);
 }
 
 }  // namespace fovea::device

@@ -23,6 +23,10 @@ struct Load100 {
   int32 edge_stage = -1;               // the one that has to be
   int32 edge_begin = 0, edge_end = 0;  // its keys that are seen
 
+  __forceinline__ void begin(TracePhase phase) const {
+    mark<C>(plan, params, TraceRole::load, leader, phase);
+  }
+
   // One copy of a tile's; in a pair its bytes count in the first CTA.
   template <int dimensions>
   static __forceinline__ void copy(SharedAddress target, const TensorMap* map, Barrier& full,
@@ -46,7 +50,9 @@ struct Load100 {
 #pragma unroll
     for (int32 t = 0; t < C.query_tiles; ++t) {
       if (tile.spans[t].count() == 0) continue;
+      begin(TracePhase::free);
       plan.q_ring[t].wait_free(q_states[t]);
+      begin(TracePhase::copy);
       const int32 row = tile.row_q + tile.q_begin + queries_per_tile<C>(params) / C.query_tiles * t;
       if (leader) {
         expect(plan.q_ring[t].full[0], Plan::q_bytes);
@@ -105,7 +111,9 @@ struct Load100 {
   }
 
   __forceinline__ void load_keys(const Fwd100Tile& tile, int32 block) {
+    begin(TracePhase::free);
     plan.key_ring.wait_free(state);
+    begin(TracePhase::copy);
     load_panels<Plan::panels_qk, Plan::key_panel_bytes>(
         &params.k, plan.key_ring.full[state.stage], tile, block, 0,
         static_cast<int32>(pair_rank<C>()) * core::key_rows_of(C));
@@ -119,7 +127,9 @@ struct Load100 {
   // Values of keys that no row sees are cleared, since 0 x NaN is NaN: they land on a barrier of
   // this warp's own, and the ring's gets a plain arrival once they are clean.
   __forceinline__ void load_values(const Fwd100Tile& tile, int32 block) {
+    begin(TracePhase::free);
     plan.key_ring.wait_free(state);
+    begin(TracePhase::copy);
     if constexpr (core::is_windowed(C) || C.ragged) {
       edge_begin = max(0, tile.key_begin - block * C.tile_k);
       edge_end = min(C.tile_k, tile.key_end - block * C.tile_k);
@@ -267,6 +277,7 @@ struct Load100 {
     int32 index = next(0);
 #pragma unroll 1
     for (int32 round = 1; index < params.tiles; ++round) {
+      begin(TracePhase::tile);
       ask();
       Fwd100Tile found = find_query_tiles<C>(params, index);
       // What the hardware grants is known once the tile is on its way.
@@ -280,7 +291,9 @@ struct Load100 {
     }
     Fwd100Tile none{};
     none.last = 1;
+    begin(TracePhase::tile);
     publish(none);
+    begin(TracePhase::none);
     if (counts && params.scheduler != nullptr && leader) {
       // The last CTA to ask leaves the counters as it found them.
       if (atomicAdd(params.scheduler + 1, 1u) == gridDim.x - 1) {

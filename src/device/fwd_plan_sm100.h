@@ -5,6 +5,7 @@
 #include "device/fwd_tiles.h"
 #include "device/pipeline.h"
 #include "device/tcgen05.h"
+#include "device/trace.h"
 
 namespace fovea::device {
 
@@ -91,6 +92,7 @@ struct Fwd100Plan {
   Fwd100Tile tiles[2];
   alignas(16) uint64 answer[2];  // of launch control
   uint32 tensor_memory;
+  [[no_unique_address]] TraceCounts<C.trace> trace;
   KeyScale scales[eight_bit ? core::key_scale_slots : 1][C.tile_k / core::scale_block];
 
   // With corrections, two query tiles need not wait before they write rows: the product before the
@@ -127,8 +129,7 @@ struct Fwd100Plan {
   static_assert(!C.launch_control || C.persistent);
 };
 
-// ---- CTA pairs
-// -----------------------------------------------------------------------------------------
+// ---- CTA pairs ----------------------------------------------------------------------------------
 
 // In which CTA of the cluster this one is, and whether it issues products.
 template <Fwd100Config C>
@@ -173,8 +174,17 @@ __forceinline__ void arrive_for_products(Barrier& barrier) {
   }
 }
 
-// ---- Tiles
-// ---------------------------------------------------------------------------------------------
+// ---- Timelines ----------------------------------------------------------------------------------
+
+enum class TraceRole : int32 { load, multiply, softmax, softmax_1, correct, store };
+
+template <Fwd100Config C>
+__forceinline__ void mark(Fwd100Plan<C>& plan, const FwdParams& params, TraceRole role, bool scribe,
+                          TracePhase phase) {
+  trace_mark(plan.trace, params.trace, static_cast<int32>(role), scribe, phase);
+}
+
+// ---- Tiles --------------------------------------------------------------------------------------
 
 // What a span has in common with blocks [begin, end).
 __forceinline__ KeySpan clipped(KeySpan span, int32 begin, int32 end) {
@@ -218,6 +228,9 @@ __forceinline__ int32 first_of(const KeySpan& all, const KeySpan& span) {
 }
 __forceinline__ int32 last_of(const KeySpan& all, const KeySpan& span) {
   return span.begin == all.begin && span.count() > 1 ? span.begin + 1 : span.begin;
+}
+__forceinline__ int32 block_after(const KeySpan& all, const KeySpan& span, int32 block) {
+  return block == all.begin ? span.end - 1 : block - 1;
 }
 // What follows the first; from there on they go down.
 __forceinline__ int32 second_of(const KeySpan& all, const KeySpan& span) {

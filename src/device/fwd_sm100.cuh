@@ -45,6 +45,7 @@ struct Multiply100 {
   static constexpr int32 rows = core::query_tile_rows * core::ctas_of(C);
 
   Plan& plan;
+  const Fwd100Params<C>& params;
   const TensorAddress base;
   RingState<C.stages> state;
   RingState<2> tile_state;
@@ -52,6 +53,10 @@ struct Multiply100 {
   RingState<1> output_states[C.query_tiles];
   int32 scored[C.query_tiles] = {};  // tiles of keys whose scores, and whose output, are issued
   int32 added[C.query_tiles] = {};
+
+  __forceinline__ void begin(TracePhase phase) const {
+    mark<C>(plan, params, TraceRole::multiply, true, phase);
+  }
 
   __forceinline__ RingState<C.stages> take() {
     const RingState<C.stages> taken = state;
@@ -64,9 +69,11 @@ struct Multiply100 {
     if constexpr (!C.issue_order && !core::weights_apart(C)) {
       // The weights that these scores overwrite have been multiplied.
       const int32 before = n - (C.query_tiles == 2 ? 1 : 2);
+      begin(TracePhase::output);
       if (before >= 0) wait_pair<C>(plan.output_done[t], parity_of(before));
       tcgen05_fence_after();
     }
+    begin(TracePhase::issue);
     constexpr uint32 instruction =
         tcgen05_instruction({.a = type, .b = type, .m = rows, .n = C.tile_k});
     constexpr uint32 pattern = Plan::pattern_qk;
@@ -135,15 +142,19 @@ struct Multiply100 {
     const int32 n = added[t]++;
     const int32 slot = slot_of<C>(t, n);
     const uint32 parity = slot_parity<C>(n);
+    begin(TracePhase::weights);
     if constexpr (core::is_corrected(C)) {
       wait_pair<C>(plan.output_ready[slot], parity);  // of the first keys, too: it has been read
     } else if (first) {
       plan.output_ring[t].wait_free(output_states[t]);
     }
     wait_pair<C>(plan.weights_full[slot][0], parity);
+    begin(TracePhase::issue);
     add<0, C.first_part>(t, slot, values, !first);
     if constexpr (!core::is_corrected(C)) commit<C>(plan.first_done[t]);
+    begin(TracePhase::weights);
     wait_pair<C>(plan.weights_full[slot][1], parity);
+    begin(TracePhase::issue);
     add<C.first_part, C.tile_k>(t, slot, values, true);
     if constexpr (!Plan::scores_follow_output || !(C.issue_order || core::weights_apart(C))) {
       commit<C>(plan.output_done[t]);
@@ -182,12 +193,16 @@ struct Multiply100 {
     const bool has_keys = n < tile.count();
     if (has_values) values = take();
     if (has_keys) keys = take();
+    begin(TracePhase::keys);
     if (has_values) plan.key_ring.wait_full(values);
 #pragma unroll
     for (int32 t = 0; t < 2; ++t) {
       if (has_values) output_of(tile, t, block_at(tile, n - 1), values);
       if (has_values && t == 1) commit<C>(plan.key_ring.free[values.stage]);
-      if (has_keys && t == 0) plan.key_ring.wait_full(keys);
+      if (has_keys && t == 0) {
+        begin(TracePhase::keys);
+        plan.key_ring.wait_full(keys);
+      }
       if (has_keys) scores_of(tile, t, block_at(tile, n), keys);
     }
     if (has_keys) commit<C>(plan.key_ring.free[keys.stage]);
@@ -196,12 +211,14 @@ struct Multiply100 {
   __forceinline__ void step_of_one(const Fwd100Tile& tile, int32 n) {
     if (n < tile.count()) {
       const RingState<C.stages> keys = take();
+      begin(TracePhase::keys);
       plan.key_ring.wait_full(keys);
       scores_of(tile, 0, block_at(tile, n), keys);
       commit<C>(plan.key_ring.free[keys.stage]);
     }
     if (n > 0) {
       const RingState<C.stages> values = take();
+      begin(TracePhase::keys);
       plan.key_ring.wait_full(values);
       output_of(tile, 0, block_at(tile, n - 1), values);
       commit<C>(plan.key_ring.free[values.stage]);
@@ -209,6 +226,7 @@ struct Multiply100 {
   }
 
   __forceinline__ void run() {
+    begin(TracePhase::tile);
     while (const Fwd100Tile* tile = next_tile<C>(plan, tile_state)) {
       if (tile->count() > 0) {
 #pragma unroll 1
@@ -222,7 +240,9 @@ struct Multiply100 {
       }
       plan.tile_ring.release(tile_state);
       tile_state.advance();
+      begin(TracePhase::tile);
     }
+    begin(TracePhase::none);
   }
 };
 
@@ -235,6 +255,9 @@ struct Softmax100 {
   static constexpr int32 chunk_words = core::weight_columns(C) * chunk / C.tile_k;  // as weights
   static constexpr bool eight_bit = Plan::eight_bit;
   static_assert(chunk == core::scale_block);
+  // A tile's bounds are read where they are used: with a running maximum or random numbers there
+  // are no registers for them.
+  static constexpr bool rereads_bounds = core::is_corrected(C) || C.has_dropout;
   // 2^top is the largest weight where the reference is the row's maximum.
   static constexpr float top_log2 = eight_bit ? core::weight_top_log2(C.softmax) : 0.0f;
 
@@ -253,6 +276,10 @@ struct Softmax100 {
 
   __forceinline__ int32 row() const { return static_cast<int32>(threadIdx.x % 128); }
   __forceinline__ int32 slot() const { return slot_of<C>(query_tile, seen); }
+  __forceinline__ void begin(TracePhase phase) const {
+    const auto role = static_cast<TraceRole>(static_cast<int32>(TraceRole::softmax) + query_tile);
+    mark<C>(plan, params, role, row() == 0, phase);
+  }
   __forceinline__ TensorAddress scores() const { return base + core::score_column(1) * slot(); }
   __forceinline__ TensorAddress weights() const {
     return base + core::weight_column(C, 0) +
@@ -383,9 +410,8 @@ struct Softmax100 {
   // Hides what a row does not see: selects, so that what was there reaches nothing.
   __forceinline__ void mask(uint32 (&words)[chunk], int32 index, const Visible& seen_here) const {
     int32 first = seen_here.begin - chunk * index;
-    // Differences of the first pass are not worth 128 registers until the second. Random numbers
-    // between the two leave none to keep them in.
-    if constexpr (!C.has_dropout) asm volatile("" : "+r"(first));
+    // Differences of the first pass are not worth 128 registers until the second.
+    if constexpr (!rereads_bounds || eight_bit) asm volatile("" : "+r"(first));
     const auto width = static_cast<uint32>(seen_here.end - seen_here.begin);
 #pragma unroll
     for (int32 i = 0; i < chunk; ++i) {
@@ -664,8 +690,10 @@ struct Softmax100 {
                                 : eight_bit ? core::fp8_rescale_threshold_log2
                                             : core::rescale_threshold_log2;
     const Place place = place_of(tile, block);
+    begin(TracePhase::scores);
     wait_pair<C>(plan.scores_full[slot()], slot_parity<C>(seen));
     tcgen05_fence_after();
+    begin(TracePhase::softmax);
     if constexpr (eight_bit) {
       key_scales =
           wait_key_scales<C>(plan, tile.first_keys + (block == tile.begin ? 0 : tile.end - block));
@@ -682,17 +710,26 @@ struct Softmax100 {
   }
 
   __forceinline__ void take_blocks(const Fwd100Tile& tile, const KeySpan& span) {
-    const int32 first = first_of(tile, span);
-    const int32 last = last_of(tile, span);
-    int32 next = second_of(tile, span);
+    if constexpr (rereads_bounds) {
 #pragma unroll 1
-    for (int32 block = first;; block = next--) {
-      take(tile, span, block, block == first);
-      if (block == last) break;
+      for (int32 block = first_of(tile, span);; block = block_after(tile, span, block)) {
+        take(tile, span, block, block == first_of(tile, span));
+        if (block == last_of(tile, span)) break;
+      }
+    } else {
+      const int32 first = first_of(tile, span);
+      const int32 last = last_of(tile, span);
+      int32 next = second_of(tile, span);
+#pragma unroll 1
+      for (int32 block = first;; block = next--) {
+        take(tile, span, block, block == first);
+        if (block == last) break;
+      }
     }
   }
 
   __forceinline__ void run() {
+    begin(TracePhase::tile);
     while (const Fwd100Tile* tile = next_tile<C>(plan, tile_state)) {
       if (tile->spans[query_tile].count() > 0) {
         reference = -infinity;
@@ -701,6 +738,8 @@ struct Softmax100 {
         if constexpr (eight_bit) {
           row_scale =
               query_scale<C>(params, *tile, find_row<C>(params, *tile, 128 * query_tile + row()));
+        }
+        if constexpr (eight_bit || rereads_bounds) {
           take_blocks(*tile, tile->spans[query_tile]);
         } else {
           const KeySpan span = tile->spans[query_tile];  // in registers
@@ -711,6 +750,7 @@ struct Softmax100 {
           // The last factor lies where the sum goes.
           wait_pair<C>(plan.output_ready[last_slot], slot_parity<C>(seen - 1));
         }
+        begin(TracePhase::store);
         claim_rows();
         plan.row_reference[query_tile][row()] = reference - top_log2;
         plan.row_factor[last_slot][row()] = sum;
@@ -719,7 +759,9 @@ struct Softmax100 {
       }
       arrive_warp(plan.tile_ring.free[tile_state.stage]);
       tile_state.advance();
+      begin(TracePhase::tile);
     }
+    begin(TracePhase::none);
   }
 };
 
@@ -782,6 +824,7 @@ __device__ void fwd(const Fwd100Params<C>& params) {
   }
   if (threadIdx.x == 0) {
     init_barriers<C>(plan);
+    trace_begin(plan.trace);
     tma_prefetch_map(&params.q);
     tma_prefetch_map(&params.k);
     tma_prefetch_map(&params.v);
@@ -799,7 +842,7 @@ __device__ void fwd(const Fwd100Params<C>& params) {
   } else {
     registers_shrink<core::other_registers(C)>();
     if (warp % 4 == 0) {
-      if (pair_rank<C>() == 0 && elect_one()) Multiply100<C>{plan, tensor}.run();
+      if (pair_rank<C>() == 0 && elect_one()) Multiply100<C>{plan, params, tensor}.run();
     } else if (warp % 4 == 1) {
       Load100<C>{plan, params, elect_one()}.run();
     } else if (warp % 4 == 2) {

@@ -23,6 +23,9 @@ std::string_view name_of(TracePhase phase) {
     case TracePhase::output: return "wait for output";
     case TracePhase::convert: return "convert";
     case TracePhase::store: return "store";
+    case TracePhase::keys: return "wait for keys and values";
+    case TracePhase::weights: return "wait for weights";
+    case TracePhase::correct: return "scale output";
   }
   return "unknown";
 }
@@ -60,8 +63,7 @@ std::string trace_json(const Timeline& timeline) {
   for (std::size_t role = 0; role * capacity < timeline.events.size(); ++role) {
     const auto events = timeline.events.subspan(role * capacity, capacity);
     if (events[0] == 0) continue;
-    text += ",\n" + thread_name(role, role == 0 ? std::string("load")
-                                                : "compute " + std::to_string(role - 1));
+    text += ",\n" + thread_name(role, timeline.roles[role]);
     for (std::size_t i = 0; i + 1 < events.size() && events[i + 1] != 0; ++i) {
       const TracePhase phase = core::trace_phase(events[i]);
       if (phase == TracePhase::none) continue;

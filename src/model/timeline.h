@@ -13,7 +13,8 @@ struct Timeline {
   std::string_view title;  // "fwd_sm90, CTA 3"
   std::string_view unit;   // of the clock: "cycles"
   int capacity = 0;
-  std::span<const core::uint64> events;  // core::trace_roles times capacity
+  std::span<const core::uint64> events;     // core::trace_roles times capacity
+  std::span<const std::string_view> roles;  // their names
 };
 
 // A document in the JSON trace format that Perfetto and chrome://tracing read. The earliest event

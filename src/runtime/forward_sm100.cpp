@@ -161,6 +161,7 @@ std::string forward_expression(const Fwd100Config& c) {
   text.flag("cta_pair", c.cta_pair);
   text.flag("launch_control", c.launch_control);
   text.flag("max_with_load", c.max_with_load);
+  if (c.trace) text.flag("trace", c.trace);
   return text.value();
 }
 

@@ -1,6 +1,9 @@
 // fovea::trace(): a forward kernel of a tracing configuration, run on copies of a problem.
 #include <algorithm>
 #include <deque>
+#include <span>
+#include <string_view>
+#include <variant>
 #include <vector>
 
 #include "fovea/fovea.hpp"
@@ -90,20 +93,18 @@ core::SoftmaxPolicy policy_of(Softmax softmax) {
   }
 }
 
-core::FwdConfig tracing_config(const core::Problem& p, const Options& options,
-                               const runtime::DeviceProperties& chip) {
+constexpr std::string_view roles_sm90[] = {"load", "compute 0", "compute 1", "compute 2"};
+constexpr std::string_view roles_sm100[] = {"load",      "multiply", "softmax 0",
+                                            "softmax 1", "correct",  "store"};
+
+runtime::ForwardConfig tracing_config(const core::Problem& p, const Options& options,
+                                      const runtime::DeviceProperties& chip) {
   const std::vector<std::string> reasons = runtime::forward_supports(p, chip.arch);
   if (!reasons.empty()) throw Unsupported("the forward kernel: " + reasons.front());
-  const runtime::ForwardConfig chosen =
+  runtime::ForwardConfig config =
       runtime::choose_forward(p, policy_of(options.softmax), chip.arch, chip.sm_count);
-  const auto* config = std::get_if<core::FwdConfig>(&chosen);
-  if (config == nullptr) {
-    throw Unsupported("only the forward kernel for sm_90a writes a timeline, and the device is " +
-                      chip.arch);
-  }
-  core::FwdConfig tracing = *config;
-  tracing.trace = true;
-  return tracing;
+  std::visit([](auto& of_chip) { of_chip.trace = true; }, config);
+  return config;
 }
 
 }  // namespace
@@ -112,18 +113,22 @@ std::string trace(const Problem& problem, const Options& options, int cta) {
   if (options.device != Device::cuda && options.device != Device::emulated_sm90a &&
       options.device != Device::emulated_sm100a) {
     throw Error("device is " + std::string(name(options.device)) +
-                ", but a timeline needs cuda or emulated:sm_90a");
+                ", but a timeline needs cuda, emulated:sm_90a or emulated:sm_100a");
   }
   const bool emulated = options.device != Device::cuda;
   const std::unique_ptr<runtime::Device> device = runtime::open_device(name(options.device));
   Copies copies(*device);
   runtime::ForwardCall call;
   call.problem = copy_to_device(problem, copies);
-  const core::FwdConfig config = tracing_config(call.problem, options, device->properties());
+  const runtime::ForwardConfig config = tracing_config(call.problem, options, device->properties());
   const runtime::ForwardKernel kernel(*device, config);
 
   core::FwdParams params;
-  const auto tiles = runtime::fill_forward_params(params, call, config, device->properties());
+  const auto tiles = std::visit(
+      [&](const auto& of_chip) {
+        return runtime::fill_forward_params(params, call, of_chip, device->properties());
+      },
+      config);
   if (cta < 0 || static_cast<std::uint32_t>(cta) >= tiles.ctas) {
     throw Error("cta is " + std::to_string(cta) + ", but the launch has " +
                 std::to_string(tiles.ctas));
@@ -144,11 +149,13 @@ std::string trace(const Problem& problem, const Options& options, int cta) {
   }
   device->copy_to_host(events.data(), written, bytes);
   device->synchronize();
-  const std::string title =
-      "fwd_sm90 on " + device->properties().name + ", CTA " + std::to_string(cta);
+  const bool hopper = std::holds_alternative<core::FwdConfig>(config);
+  const std::string title = std::string(hopper ? "fwd_sm90" : "fwd_sm100") + " on " +
+                            device->properties().name + ", CTA " + std::to_string(cta);
   return model::trace_json(
       {title, emulated ? "the launch's warp instructions" : "the multiprocessor's cycles",
-       events_per_role, events});
+       events_per_role, events,
+       hopper ? std::span<const std::string_view>(roles_sm90) : std::span(roles_sm100)});
 }
 
 }  // namespace fovea

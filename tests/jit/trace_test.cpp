@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "fovea/fovea.hpp"
@@ -26,7 +27,8 @@ TEST(Timeline, MakesSpansOfEvents) {
   events[2] = core::trace_event(4000, TracePhase::none);
   events[8] = core::trace_event(900, TracePhase::softmax);
   events[9] = core::trace_event(902, TracePhase::none);
-  const Json file = Json::parse(model::trace_json({"k", "cycles", 8, events}));
+  constexpr std::string_view names[] = {"load", "compute 0"};
+  const Json file = Json::parse(model::trace_json({"k", "cycles", 8, events, names}));
   std::vector<Json> spans;
   std::set<std::string> roles;
   for (const Json& event : file.at("traceEvents")) {
@@ -90,6 +92,36 @@ TEST(Trace, ShowsEveryRoleOfAnEmulatedCta) {
   }
 }
 
+// A role each for loading, products, both softmax warpgroups, corrections and stores.
+TEST(Trace, ShowsEveryRoleOfAnEmulatedBlackwellCta) {
+  Tensors tensors(512, 128);
+  Options options;
+  options.device = Device::emulated_sm100a;
+  const Json file = Json::parse(trace(tensors.problem, options));
+  std::map<int, std::set<std::string>> phases;
+  std::map<int, double> end;
+  for (const Json& event : file.at("traceEvents")) {
+    if (event.at("ph") != "X") continue;
+    const int role = event.at("tid");
+    EXPECT_GE(event.at("ts"), end[role] - 1e-9) << "spans of a role follow one another";
+    end[role] = event.at("ts").get<double>() + event.at("dur").get<double>();
+    phases[role].insert(event.at("name"));
+  }
+  ASSERT_EQ(phases.size(), 6u);
+  const std::set<std::string> expected[] = {
+      {"tile", "wait for free memory", "copy"},
+      {"tile", "wait for keys and values", "wait for output", "wait for weights", "issue products"},
+      {"tile", "wait for scores", "softmax", "store"},
+      {"tile", "wait for scores", "softmax", "store"},
+      {"tile", "wait for output", "convert"},
+      {"tile", "wait for output", "store"}};
+  for (int role = 0; role < 6; ++role) {
+    for (const std::string& phase : expected[role]) {
+      EXPECT_TRUE(phases[role].contains(phase)) << phase << " of role " << role;
+    }
+  }
+}
+
 TEST(Trace, RefusesWhatHasNoTimeline) {
   Tensors tensors(128, 64);
   Options options;
@@ -98,8 +130,19 @@ TEST(Trace, RefusesWhatHasNoTimeline) {
   options.device = Device::emulated_sm90a;
   EXPECT_THROW((void)trace(tensors.problem, options, 1000), Error);
   EXPECT_THROW((void)trace(tensors.problem, options, -1), Error);
-  options.device = Device::emulated_sm100a;
-  EXPECT_THROW((void)trace(tensors.problem, options), Unsupported);
+}
+
+TEST(Trace, IsInTracingBlackwellKernelsAlone) {
+  for (const bool traced : {false, true}) {
+    core::Fwd100Config config;
+    config.trace = traced;
+    runtime::CompileRequest request;
+    request.text = runtime::forward_text(config);
+    request.arch = "sm_100a";
+    request.format = runtime::ImageFormat::ptx;
+    const auto ptx = runtime::default_jit().compile(request).image;
+    EXPECT_EQ(ptx->bytes.find("%clock64") != std::string::npos, traced);
+  }
 }
 
 // Off, it costs nothing: no instruction of it is in the kernel. On, the kernel still neither spills
