@@ -172,7 +172,7 @@ TEST_P(CompileForward100, WithoutSpillsOrAdvisoriesButWhereKnown) {
   try {
     const runtime::CompileResult result = runtime::default_jit().compile(request);
     ASSERT_EQ(result.image->report.kernels.size(), 1u);
-    EXPECT_LE(result.image->report.kernels[0].spill_store_bytes, variant.spills ? 16u : 0u);
+    EXPECT_LE(result.image->report.kernels[0].spill_store_bytes, variant.spills ? 16 : 0);
     std::printf("%d query tiles%s, %d stages, %.1f s\n", config.query_tiles,
                 config.cta_pair ? " in a pair" : "", config.stages, result.seconds);
   } catch (const runtime::CompileError& fault) {
