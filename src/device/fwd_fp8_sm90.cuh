@@ -343,14 +343,24 @@ struct Fp8Compute {
   static __forceinline__ float unshifted(float score) {
     return shifted ? score - zero_score : score;
   }
-  // The addend of raw scores times `by`. What it rounds is less than one unit of their sums.
+  // The addend of raw scores times `by`, which has 20 bits. Exact as long as `add` is a multiple of
+  // fineness(by), since the share of zero_score is one, of 22 bits; else it rounds by less than a
+  // unit of the scores' sums.
   static __forceinline__ float shifted_addend(float add, float by) {
     return shifted ? fmaf(-zero_score, by, add) : add;
   }
 
+  // A power of two, up to 1 and above 4 `by`: what references are multiples of.
+  static __forceinline__ float fineness(float by) {
+    const float kept = fminf(fmaxf(by, 0x1p-20f), 0x1p-3f);
+    return 8.0f * __uint_as_float(__float_as_uint(kept) & 0x7f800000u);
+  }
+
   // What a score is multiplied by: log2 units per product of codes, 1 behind a transform.
   __forceinline__ float scale(const KeyScale& key) const {
-    return C.transform == ScoreTransform::none ? row_scale * key.k : 1.0f;
+    if constexpr (C.transform != ScoreTransform::none) return 1.0f;
+    const float by = row_scale * key.k;
+    return shifted ? __uint_as_float((__float_as_uint(by) + 8u) & ~15u) : by;
   }
 
   __forceinline__ void transform() {
@@ -381,6 +391,7 @@ struct Fp8Compute {
   // before must shrink.
   __forceinline__ void exponentiate_exact(float (&factor)[2]) {
     float top[2] = {-infinity, -infinity};
+    float widest = 0.0f;  // factor
 #pragma unroll
     for (int32 g = 0; g < Plan::groups; ++g) {
       const KeyScale key = key_scale(g);
@@ -390,6 +401,7 @@ struct Fp8Compute {
         largest[(i / 2) % 2] = fmaxf(largest[(i / 2) % 2], scores[i]);
       }
       const float by = scale(key);
+      widest = fmaxf(widest, by);
 #pragma unroll
       for (int32 half = 0; half < 2; ++half) {
         top[half] = fmaxf(top[half], unshifted(largest[half]) * by + key.v_log2);
@@ -400,8 +412,12 @@ struct Fp8Compute {
     float base[2];
 #pragma unroll
     for (int32 half = 0; half < 2; ++half) {
-      const core::Rescale raised =
-          core::raise_reference(reference[half], quad_max(top[half]), threshold);
+      float largest = quad_max(top[half]);
+      if constexpr (shifted) {
+        const float step = fineness(widest);
+        largest = ceilf(largest * (1.0f / step)) * step;
+      }
+      const core::Rescale raised = core::raise_reference(reference[half], largest, threshold);
       reference[half] = raised.reference;
       factor[half] = exp2_approximate(raised.factor_log2);
       sum[half] *= factor[half];

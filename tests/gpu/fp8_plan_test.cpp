@@ -58,6 +58,15 @@ void run_plan(Call& call, const Options& options, const char* expected_in_explan
   chosen.run(call.problem, workspace);
 }
 
+std::string refusal_of(const Problem& problem, const Options& options) {
+  try {
+    static_cast<void>(plan(problem, options));
+  } catch (const Error& refusal) {
+    return refusal.what();
+  }
+  return "nothing";
+}
+
 TEST(Fp8Plan, QuantisesInFrontOnTheCpu) {
   for (const Fp8Scales scales : {Fp8Scales::tensor, Fp8Scales::head, Fp8Scales::block}) {
     Call call(spec_of("front_cpu", 80));
@@ -68,10 +77,16 @@ TEST(Fp8Plan, QuantisesInFrontOnTheCpu) {
 }
 
 TEST(Fp8Plan, QuantisesInFrontOnAGpu) {
-  for (const DType dtype : {DType::e4m3, DType::e5m2}) {
+  for (const DType dtype : {DType::e4m3, DType::e5m2, DType::s8}) {
     for (const Device device : gpu_devices()) {
       Call call(spec_of("front_gpu"));
       const Quantization quantization{.dtype = dtype};
+      if (dtype == DType::s8 && device == Device::emulated_sm100a) {
+        const Options options{.device = device, .eight_bits = EightBits{quantization}};
+        EXPECT_NE(refusal_of(call.problem, options).find("(s8) for q and k are Hopper's"),
+                  std::string::npos);
+        continue;
+      }
       run_plan(call, {.device = device, .eight_bits = EightBits{quantization, 64}},
                "forward in 8 bits");
       expect_eight_bits(call, call.out.values(), quantization);
@@ -133,6 +148,33 @@ TEST(Fp8Plan, QuantisesOnceAndAttendsManyTimes) {
   for (std::size_t i = 0; i < devices.size(); ++i) EXPECT_EQ(outs[i], outs[i + devices.size()]);
 }
 
+// Integers: q and k s8, v e4m3, and the error several times less than that of e4m3.
+TEST(Fp8Plan, AttendsToIntegers) {
+  Call call(spec_of("integers", 80));
+  const QuantizePlan quantizer = plan_quantize(call.problem, {.dtype = DType::s8});
+  std::vector<std::byte> memory;
+  const Quantized operands = placed(quantizer.operands(), memory);
+  EXPECT_EQ(operands.q.dtype, DType::s8);
+  EXPECT_EQ(operands.v.dtype, DType::e4m3);
+  quantizer.run(call.problem, operands, {});
+  const Problem integers = attend(call.problem, operands);
+  const Reference truth = reference(call.problem);
+  for (const Device device : {Device::emulated_sm90a, Device::cpu}) {
+    call.out.poison();
+    attention(integers, {.device = device});
+    EXPECT_LT(distance(call.out.values(), reference(integers).out),
+              device == Device::cpu ? 4e-3 : 3e-2);
+    expect_eight_bits(call, call.out.values(), {.dtype = DType::s8});
+  }
+  const auto lse_error = [&](DType dtype) {
+    return distance(reference_fp8(call.problem, {.quantization = {.dtype = dtype}}).lse, truth.lse);
+  };
+  EXPECT_LT(2.0 * lse_error(DType::s8), lse_error(DType::e4m3));
+  Problem mixed = integers;
+  mixed.v.dtype = DType::e5m2;
+  EXPECT_NE(refusal_of(mixed, {}).find("with q in s8 it must be e4m3"), std::string::npos);
+}
+
 // In device memory nothing stands in front of the kernel when all operands are as it reads them.
 void read_in_place(Device gpu) {
   Call call(spec_of("in_place"));
@@ -163,15 +205,6 @@ void read_in_place(Device gpu) {
 
 TEST(Fp8Plan, ReadsQuantisedOperandsInPlace) {
   for (const Device gpu : gpu_devices()) read_in_place(gpu);
-}
-
-std::string refusal_of(const Problem& problem, const Options& options) {
-  try {
-    static_cast<void>(plan(problem, options));
-  } catch (const Error& refusal) {
-    return refusal.what();
-  }
-  return "nothing";
 }
 
 TEST(Fp8Plan, SaysWhatItDoesNotDo) {
