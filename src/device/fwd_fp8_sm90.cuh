@@ -25,6 +25,7 @@
 
 #include "core/fp8.h"
 #include "device/fwd_fragments_sm90.h"
+#include "device/fwd_load_fp8_sm90.h"
 #include "device/fwd_tiles.h"
 #include "device/pipeline.h"
 #include "device/scores.h"
@@ -38,175 +39,6 @@ using core::FwdFp8Params;
 using core::KeyScale;
 using core::scale_block;
 
-// ---- Plan: shared memory, barriers, registers ---------------------------------------------------
-
-template <FwdConfig C>
-struct Fp8Plan {
-  static constexpr int32 rows = core::rows_of(C);
-  // q and k: panels of pattern_qk columns, each [row][column]; v: panels of pattern_v keys, each
-  // [column][key].
-  static constexpr Swizzle swizzle_qk = pattern_of(C.head_dim);
-  static constexpr Swizzle swizzle_v = pattern_of(C.tile_k);
-  static constexpr int32 pattern_qk = static_cast<int32>(swizzle_bytes(swizzle_qk));
-  static constexpr int32 pattern_v = static_cast<int32>(swizzle_bytes(swizzle_v));
-  static constexpr uint32 q_bytes = rows * C.head_dim;
-  static constexpr uint32 k_bytes = C.tile_k * C.head_dim;
-  static constexpr uint32 v_bytes = C.tile_k * C.head_dim_v;
-  static constexpr int32 groups = C.tile_k / scale_block;
-  static constexpr uint32 scale_bytes = groups * sizeof(KeyScale);
-  // out: for each warp, panels of 64 columns of 16 bits, each [16 rows][64], 128-byte swizzle.
-  static constexpr int32 panels_v = core::panels(C.head_dim_v);
-  static constexpr uint32 out_row_bytes = 2 * core::panel_columns;
-  static constexpr uint32 out_bytes = 16 * panels_v * out_row_bytes;  // of a warp
-  // Sums: 4 of each thread side by side, [head_dim_v / 8][thread][4] for each warpgroup.
-  static constexpr uint32 sum_bytes = C.promote > 0 ? 16 * C.head_dim_v * 4 : 0;
-  static constexpr uint32 apart_bytes =
-      C.out_apart ? (out_bytes > sum_bytes ? out_bytes : sum_bytes) : sum_bytes;
-
-  alignas(1024) uint8 q[q_bytes];
-  alignas(1024) uint8 k[C.stages][k_bytes];
-  alignas(1024) uint8 v[C.stages][v_bytes];
-  alignas(
-      1024) uint8 apart[apart_bytes > 0 ? 4 * C.warpgroups* apart_bytes : 16];  // sums, then out
-  // Scales of a key tile arrive with k and are read after k has been released. Their slot is
-  // written again 2 C.stages tiles later, when every warp has released a later k.
-  KeyScale scales[2 * C.stages][groups];
-  static __forceinline__ uint32 scale_slot(const RingState<C.stages>& k_state) {
-    return static_cast<uint32>(k_state.stage) + k_state.parity * C.stages;
-  }
-  Ring<C.stages> k_ring;  // full: 1 producer and the bytes; free: each computing warp
-  Ring<C.stages> v_ring;
-  Ring<1> q_ring;
-  Ring<2> tile_ring;  // full: 1 producer; free: each computing warp
-  FwdTile tiles[2];
-
-  static constexpr uint32 consumer_warps = 4 * C.warpgroups;
-  static constexpr int32 consumer_threads = 128 * C.warpgroups;
-
-  static constexpr int32 turn_barrier = 1;     // + warpgroup: its turn to issue products
-  static constexpr int32 group_barrier = 5;    // + warpgroup: its own 128 threads
-  static constexpr int32 compute_barrier = 9;  // all computing threads
-
-  static_assert(core::is_eight_bit(C.dtype));
-  static_assert(C.warpgroups == 2 || C.warpgroups == 3, "the register pool is split for these");
-  static_assert(C.head_dim % 32 == 0 && C.head_dim <= 256);
-  static_assert(C.head_dim_v % 16 == 0 && C.head_dim_v <= 256);
-  static_assert(C.tile_k % scale_block == 0 && C.tile_k <= 256);
-  static_assert(!C.tma_out || core::size_bytes(C.out_dtype) == 2);
-  static_assert(C.out_apart || !C.tma_out || C.promote == 0, "out is staged where the sums were");
-  static_assert(C.out_apart || 4 * out_bytes * C.warpgroups <= q_bytes,
-                "out is staged where q was");
-};
-
-// ---- Role: load, one thread ---------------------------------------------------------------------
-
-template <FwdConfig C>
-struct Fp8Load {
-  using Plan = Fp8Plan<C>;
-  Plan& plan;
-  const FwdFp8Params& params;
-  RingState<C.stages> k_state, v_state;
-  RingState<1> q_state;
-  RingState<2> tile_state;
-
-  __forceinline__ void load_q(const FwdTile& tile) {
-    plan.q_ring.wait_free(q_state);
-    plan.q_ring.expect(q_state, Plan::q_bytes);
-    const CachePolicy once = cache_policy_evict_first();
-#pragma unroll
-    for (int32 column = 0; column < C.head_dim; column += Plan::pattern_qk) {
-      tma_load(shared_address(plan.q) + column * Plan::rows, &params.q, plan.q_ring.full[0],
-               {column, tile.row_q + tile.q_begin, tile.head, tile.batch_q}, once);
-    }
-    q_state.advance();
-  }
-
-  __forceinline__ void load_k(const FwdTile& tile, int32 block) {
-    plan.k_ring.wait_free(k_state);
-    plan.k_ring.expect(k_state, Plan::k_bytes + Plan::scale_bytes);
-    Barrier& full = plan.k_ring.full[k_state.stage];
-    const CachePolicy again = cache_policy_evict_last();
-    const SharedAddress target =
-        shared_address(plan.k[0]) + static_cast<uint32>(k_state.stage) * Plan::k_bytes;
-#pragma unroll
-    for (int32 column = 0; column < C.head_dim; column += Plan::pattern_qk) {
-      tma_load(target + column * C.tile_k, &params.k, full,
-               {column, tile.row_k + block * C.tile_k, tile.head_kv, tile.batch_k}, again);
-    }
-    const KeyScale* scales = params.key_scale + tile.batch_k * params.key_scale_stride[0] +
-                             tile.head_kv * params.key_scale_stride[1] + first_block(tile) +
-                             block * Plan::groups;
-    bulk_load(shared_address(plan.scales[0]) + Plan::scale_slot(k_state) * Plan::scale_bytes,
-              scales, Plan::scale_bytes, full);
-    k_state.advance();
-  }
-
-  __forceinline__ void load_v(const FwdTile& tile, int32 block) {
-    plan.v_ring.wait_free(v_state);
-    plan.v_ring.expect(v_state, Plan::v_bytes);
-    const CachePolicy again = cache_policy_evict_last();
-    const SharedAddress target =
-        shared_address(plan.v[0]) + static_cast<uint32>(v_state.stage) * Plan::v_bytes;
-    const int32 first_key = first_block(tile) * scale_block + block * C.tile_k;
-#pragma unroll
-    for (int32 key = 0; key < C.tile_k; key += Plan::pattern_v) {
-      tma_load(target + key * C.head_dim_v, &params.v, plan.v_ring.full[v_state.stage],
-               {first_key + key, 0, tile.head_kv, tile.batch_k}, again);
-    }
-    v_state.advance();
-  }
-
-  // Block of 32 keys with which the sequence begins.
-  __forceinline__ int32 first_block(const FwdTile& tile) const {
-    return C.ragged && params.cu_seqlens_k != nullptr
-               ? core::block_offset(tile.row_k, tile.sequence)
-               : 0;
-  }
-
-  // Tells the computing warps which tile comes next.
-  __forceinline__ void publish(const FwdTile& tile) {
-    plan.tile_ring.wait_free(tile_state);
-    plan.tiles[tile_state.stage] = tile;
-    mbarrier_arrive(plan.tile_ring.full[tile_state.stage]);
-    tile_state.advance();
-  }
-
-  // Values lag one block behind keys, as the products do.
-  __forceinline__ void load_tile(const FwdTile& tile) {
-    load_q(tile);
-    for (int32 block = tile.end - 1; block >= tile.begin - 1; --block) {
-      if (block >= tile.begin) load_k(tile, block);
-      if (block + 1 < tile.end) load_v(tile, block + 1);
-    }
-  }
-
-  __forceinline__ int32 next(int32 round) {
-    if (params.scheduler == nullptr || round == 0) return tile_index(round);
-    return static_cast<int32>(gridDim.x + atomicAdd(params.scheduler, 1u));
-  }
-
-  __forceinline__ void run() {
-    FwdTile tile;
-    int32 index = next(0);
-    for (int32 round = 1; index < params.tiles; ++round) {
-      tile = find_tile<C>(params, index);
-      const bool exists = tile.exists();
-      if (exists) publish(tile);
-      index = C.persistent ? next(round) : params.tiles;
-      if (exists && tile.count() > 0) load_tile(tile);
-      while (next_unused<C>(tile, params)) publish(tile);
-    }
-    tile.last = 1;
-    publish(tile);
-    if (C.persistent && params.scheduler != nullptr) {
-      // The last CTA to ask leaves the counters as it found them.
-      if (atomicAdd(params.scheduler + 1, 1u) == gridDim.x - 1) {
-        params.scheduler[0] = params.scheduler[1] = 0;
-      }
-    }
-  }
-};
-
 // ---- Role: compute, one warpgroup ---------------------------------------------------------------
 
 template <FwdConfig C>
@@ -215,6 +47,8 @@ struct Fp8Compute {
   static constexpr int32 score_count = C.tile_k / 2;
   static constexpr int32 output_count = C.head_dim_v / 2;
   static constexpr int32 group_count = scale_block / 2;  // scores of a thread under one KeyScale
+  // Up to 64 columns the exponentials of a tile take twice as long as its products.
+  static constexpr bool exponentials_bind = C.head_dim + C.head_dim_v <= 128;
   static constexpr float top_log2 = core::weight_top_log2(C.softmax);
 
   Plan& plan;
@@ -223,6 +57,8 @@ struct Fp8Compute {
   RingState<C.stages> k_state, v_state;
   RingState<1> q_state;
   RingState<2> tile_state;
+  bool k_is_full, v_is_full;  // known already
+  KeyScale scales_ahead[exponentials_bind ? Plan::groups : 1];
 
   static constexpr bool integers = C.dtype == DType::s8;
   // Raw scores that stand for zero; transforms take it out.
@@ -257,8 +93,15 @@ struct Fp8Compute {
 
   // -- Products. Each warp releases for itself: its wait covers its own part of a product.
 
+  // Whether what the next products need has come: asked ahead, since an answer takes 40 cycles.
+  __forceinline__ void look_ahead() {
+    if constexpr (!exponentials_bind) return;
+    k_is_full = plan.k_ring.is_full(k_state);
+    v_is_full = plan.v_ring.is_full(v_state);
+  }
+
   __forceinline__ void issue_scores() {
-    plan.k_ring.wait_full(k_state);
+    if (!exponentials_bind || !k_is_full) plan.k_ring.wait_full(k_state);
     constexpr uint32 pattern = Plan::pattern_qk;
     const SharedAddress q = shared_address(plan.q) + warpgroup * (64 * pattern);
     const SharedAddress k =
@@ -283,7 +126,7 @@ struct Fp8Compute {
   }
 
   __forceinline__ void issue_output() {
-    plan.v_ring.wait_full(v_state);
+    if (!exponentials_bind || !v_is_full) plan.v_ring.wait_full(v_state);
     constexpr uint32 pattern = Plan::pattern_v;
     const SharedAddress v =
         shared_address(plan.v[0]) + static_cast<uint32>(v_state.stage) * Plan::v_bytes;
@@ -452,6 +295,11 @@ struct Fp8Compute {
     }
   }
 
+  __forceinline__ void load_scales() {
+#pragma unroll
+    for (int32 g = 0; g < Plan::groups; ++g) scales_ahead[g] = key_scale(g);
+  }
+
   // Weights with the reference known before. part bounds the largest of them; more is the tile's
   // share of the row sum.
   __forceinline__ void exponentiate_guarded(float (&part)[2], float (&more)[2]) {
@@ -460,7 +308,7 @@ struct Fp8Compute {
                            far(reference[1]) ? infinity : top_log2 - reference[1]};
 #pragma unroll
     for (int32 g = 0; g < Plan::groups; ++g) {
-      const KeyScale key = key_scale(g);
+      const KeyScale key = exponentials_bind ? scales_ahead[g] : key_scale(g);
       const float by = scale(key);
       const float add[2] = {shifted_addend(key.v_log2 + base[0], by),
                             shifted_addend(key.v_log2 + base[1], by)};
@@ -621,7 +469,8 @@ struct Fp8Compute {
     }
   }
 
-  // Of the tile. Every C.promote key tiles, output moves into the sums and starts from zero.
+  // Every C.promote key tiles, while scores are computed, output moves into the sums and starts
+  // from zero.
   __forceinline__ void promote() {
     if (summed > C.promote) add_sums();
 #pragma unroll
@@ -633,6 +482,12 @@ struct Fp8Compute {
     }
     wgmma_hold(output);  // zeros in registers now, not behind the next product's fence
     sum_factor[0] = sum_factor[1] = 1.0f;
+  }
+
+  __forceinline__ void promote_if_due() {
+    if constexpr (C.promote > 0) {
+      if (summed > 0 && summed % C.promote == 0) promote();
+    }
   }
 
   // -- Values that no row sees: 0 x NaN is NaN, so they are cleared before the product.
@@ -702,9 +557,10 @@ struct Fp8Compute {
   }
 
   // The first block: its scores alone.
-  __forceinline__ void begin(const FwdTile& tile) {
+  __forceinline__ void begin(const FwdTile& tile, const KeySpan& own, int32 block) {
     plan.q_ring.wait_full(q_state);
     take_turn();
+    k_is_full = false;
     issue_scores();
     pass_turn();
     reset();
@@ -713,13 +569,32 @@ struct Fp8Compute {
     wgmma_wait<0>();
     settle_scores();
     transform();
-    const int32 block = tile.end - 1;
-    if (core::is_windowed(C) || block >= tile.full_end) mask(tile, block);
+    if (block >= own.full_end) mask(tile, block);
     float factor[2];
     exponentiate_exact(factor);
     k_state.advance();
+    if (block == tile.begin) release_q_early();
+    look_ahead();
     convert();
-    if (tile.count() > 1) clear_unseen_values(tile, block);
+    if (block == tile.end - 1 && block > tile.begin) clear_unseen_values(tile, block);
+  }
+
+  // A block that other warpgroups see: lets it pass.
+  __forceinline__ void skip(const FwdTile& tile, int32 block) {
+    take_turn();
+    pass_turn();
+    plan.k_ring.wait_full(k_state);
+    release_k();
+    k_state.advance();
+    if (block == tile.end - 1) clear_unseen_values(tile, block);
+    plan.v_ring.wait_full(v_state);
+    release_v();
+  }
+
+  static constexpr bool q_stays = !C.out_apart && C.tma_out;  // until out has been staged there
+  // The next tile's q comes while this one's last weights are multiplied.
+  __forceinline__ void release_q_early() {
+    if constexpr (!q_stays) release_q();
   }
 
   __forceinline__ void settle_output() {
@@ -731,22 +606,27 @@ struct Fp8Compute {
   // A further block: its scores, and the output of the block before.
   template <bool masked>
   __forceinline__ void advance(const FwdTile& tile, int32 block) {
+    constexpr bool guarded = !masked && C.softmax == SoftmaxPolicy::sum_guard;
     take_turn();
     if constexpr (C.overlap) {
       issue_scores();
+      if constexpr (exponentials_bind && guarded) load_scales();
+      promote_if_due();
       issue_output();
       pass_turn();
       wgmma_wait<1>();
     } else {
+      promote_if_due();
       issue_output();
       settle_output();
       issue_scores();
+      if constexpr (exponentials_bind && guarded) load_scales();
       pass_turn();
       wgmma_wait<0>();
     }
     settle_scores();
     transform();
-    if constexpr (masked || C.softmax != SoftmaxPolicy::sum_guard) {
+    if constexpr (!guarded) {
       if constexpr (masked) mask(tile, block);
       float factor[2];
       exponentiate_exact(factor);
@@ -759,6 +639,10 @@ struct Fp8Compute {
       float more[2];
       exponentiate_guarded(part, more);
       float factor[2];
+      if constexpr (exponentials_bind) {
+        finish_guarded(tile, block, part, more);
+        return;
+      }
       const bool grown = beyond_guard(part);
       bool known = true;
       // The wait stands behind a branch: in one basic block with the exponentials, ptxas moves it
@@ -773,20 +657,43 @@ struct Fp8Compute {
       if (!known) take_again(tile, block, factor);
       if (grown) scale_output(factor);
     }
-    k_state.advance();
-    if constexpr (C.promote > 0) {
-      if (++summed % C.promote == 0) promote();
-    }
+    go_on(tile, block);
     convert();
+  }
+
+  // Weights are rounded before the vote, so that conversions fill the cycles between exponentials;
+  // where it falls, they are rounded again. The wait for the output's products is early, but short.
+  __forceinline__ void finish_guarded(const FwdTile& tile, int32 block, const float (&part)[2],
+                                      const float (&more)[2]) {
+    if constexpr (C.overlap) settle_output();
+    convert();
+    if (__builtin_expect(beyond_guard(part), false)) {
+      float factor[2];
+      if (!repair(part, more, factor)) take_again(tile, block, factor);
+      scale_output(factor);
+      convert();
+    } else {
+      sum[0] += more[0];
+      sum[1] += more[1];
+    }
+    go_on(tile, block);
+  }
+
+  // Behind a block's softmax.
+  __forceinline__ void go_on(const FwdTile& tile, int32 block) {
+    k_state.advance();
+    if (block == tile.begin) release_q_early();
+    if constexpr (C.promote > 0) ++summed;
+    look_ahead();
   }
 
   // The last block's output.
   __forceinline__ void end(const FwdTile& tile) {
     clear_unseen_values(tile, tile.begin);
+    promote_if_due();
     take_turn();
     issue_output();
     pass_turn();
-    if constexpr (C.out_apart || !C.tma_out) release_q();
     settle_output();
     if constexpr (C.promote > 0) {
       if (summed >= C.promote) add_sums();
@@ -898,14 +805,34 @@ struct Fp8Compute {
     store_rows(tile);
   }
 
-  __forceinline__ void run_tile(const FwdTile& tile) {
-    begin(tile);
-    int32 block = tile.end - 2;
-    if constexpr (core::is_windowed(C)) {
-#pragma unroll 1
-      for (; block >= tile.full_end; --block) advance<true>(tile, block);
+  // What this warpgroup's rows see of the tile's blocks; at least one.
+  __forceinline__ KeySpan own_span(const FwdTile& tile) const {
+    KeySpan own = tile;
+    if constexpr (C.bound_right) {
+      const KeySpan seen = find_span<C>(tile, params, tile.q_begin + 64 * warpgroup, 64);
+      if (seen.count() > 0) own = seen;
     }
-    const int32 full_begin = tile.full_begin;
+    return own;
+  }
+
+  __forceinline__ void run_tile(const FwdTile& tile) {
+    int32 block = tile.end - 1;
+    int32 full_begin = tile.full_begin;
+    {
+      const KeySpan own = own_span(tile);
+      if constexpr (C.bound_right) {
+#pragma unroll 1
+        for (; block >= own.end; --block) skip(tile, block);
+      }
+      begin(tile, own, block);
+      --block;
+      if constexpr (core::is_windowed(C)) {
+        full_begin = own.full_begin;
+        const int32 full_end = own.full_end;
+#pragma unroll 1
+        for (; block >= full_end; --block) advance<true>(tile, block);
+      }
+    }
 #pragma unroll 1
     for (; block >= full_begin; --block) advance<false>(tile, block);
     if constexpr (C.bound_left) {

@@ -84,6 +84,19 @@ __forceinline__ bool mbarrier_try_wait(Barrier& barrier, uint32 parity) {
   return done != 0;
 }
 
+// mbarrier.test_wait: the same without sleeping.
+__forceinline__ bool mbarrier_test_wait(Barrier& barrier, uint32 parity) {
+  uint32 done;
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done; }"
+      : "=r"(done)
+      : "r"(shared_address(&barrier).value), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // mbarrier.try_wait that also acquires what other CTAs of the cluster released by arriving here.
 __forceinline__ bool mbarrier_try_wait_cluster(Barrier& barrier, uint32 parity) {
   uint32 done;

@@ -47,6 +47,11 @@ struct Ring {
 
   __forceinline__ void wait_full(const State& state) { wait(full[state.stage], state.parity); }
 
+  // Whether wait_full() would pass at once.
+  __forceinline__ bool is_full(const State& state) {
+    return mbarrier_test_wait(full[state.stage], state.parity);
+  }
+
   __forceinline__ void release(const State& state) { mbarrier_arrive(free[state.stage]); }
 
   static __forceinline__ void wait(Barrier& barrier, uint32 parity) {
