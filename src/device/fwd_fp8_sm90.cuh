@@ -48,7 +48,8 @@ struct Fp8Compute {
   static constexpr int32 output_count = C.head_dim_v / 2;
   static constexpr int32 group_count = scale_block / 2;  // scores of a thread under one KeyScale
   // Up to 64 columns the exponentials of a tile take twice as long as its products.
-  static constexpr bool exponentials_bind = C.head_dim + C.head_dim_v <= 128;
+  static constexpr bool exponentials_bind =
+      C.dtype != core::DType::s8 && C.head_dim + C.head_dim_v <= 128;
   static constexpr float top_log2 = core::weight_top_log2(C.softmax);
 
   Plan& plan;

@@ -127,7 +127,8 @@ FwdConfig choose_forward_fp8_sm90(const Problem& p, core::SoftmaxPolicy softmax,
   const bool windowed = core::is_windowed(c);
   // Integer products begin at a number, whose registers those of the sums leave no room for.
   const bool crowded = codes == DType::s8 && promote_keys > 0;
-  c.ping_pong = false;
+  // Sums in fp32 of many columns move under the other warpgroup's products.
+  c.ping_pong = widest > 128 && promote_keys > 0;
   if (widest <= 64) {
     c.warpgroups = 3;
     c.tile_k = plain && !(crowded && windowed) ? 128 : 96;
@@ -143,15 +144,16 @@ FwdConfig choose_forward_fp8_sm90(const Problem& p, core::SoftmaxPolicy softmax,
   } else {
     c.tile_k = 96;
   }
-  if (promote_keys > 0) {
-    c.promote = std::max(1, static_cast<int32>(std::min<int64>(promote_keys, 1 << 20)) / c.tile_k);
-  }
+  c.promote = promote_keys > 0 ? 1 : 0;  // decides how much memory there is for keys
   while (core::fp8_shared_bytes(c) > core::shared_limit_bytes && c.tile_k > 32) {
     if (c.promote == 0 && c.out_apart && c.head_dim >= 2 * c.head_dim_v) {
       c.out_apart = false;
     } else {
       c.tile_k -= 32;
     }
+  }
+  if (promote_keys > 0) {
+    c.promote = std::max(1, static_cast<int32>(std::min<int64>(promote_keys, 1 << 20)) / c.tile_k);
   }
   return c;
 }
