@@ -13,7 +13,9 @@ from fovea import _core, _libraries, _native, _torch_device
 _here = contextlib.nullcontext()
 _dtypes = {
     name: getattr(torch, name)
-    for name in ("float32", "bfloat16", "float16", "uint8", "float8_e4m3fn", "float8_e5m2")
+    for name in (
+        "float32", "bfloat16", "float16", "uint8", "int8", "float8_e4m3fn", "float8_e5m2",
+    )
 }
 
 
