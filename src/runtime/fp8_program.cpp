@@ -133,7 +133,7 @@ class Fp8Program final : public GpuProgram {
              Device& device, const core::QuantizeOptions& options)
       : kernel_(std::move(kernel)),
         in_place_(problem),
-        quantizer_(device, problem, options, in_place_.parts()),
+        quantizer_(device, problem, options, in_place_.parts(), true),
         scratch_bytes_(Places(problem, in_place_, 0).end + quantizer_.scratch_bytes(problem)) {}
 
   // The counters that hand out tiles.

@@ -101,15 +101,15 @@ std::string quantize_text(const QuantizeConfig& c) {
 }
 
 Quantizer::Quantizer(Device& device, const core::Problem& p, const core::QuantizeOptions& options,
-                     const QuantizeParts& parts, Jit& jit)
+                     const QuantizeParts& parts, bool tolerates_spills)
     : device_(device), options_(options), parts_(parts) {
-  q_ = build(p, p.q, parts.q, false, jit);
-  k_ = build(p, p.k, parts.k, false, jit);
-  v_ = build(p, p.v, parts.v, parts.transpose_v, jit);
+  q_ = build(p, p.q, parts.q, false, tolerates_spills);
+  k_ = build(p, p.k, parts.k, false, tolerates_spills);
+  v_ = build(p, p.v, parts.v, parts.transpose_v, tolerates_spills);
 }
 
 Quantizer::Pass Quantizer::build(const core::Problem& p, const core::View& view, Quantize what,
-                                 bool transpose, Jit& jit) const {
+                                 bool transpose, bool tolerates_spills) const {
   Pass pass;
   pass.what = what;
   if (what == Quantize::none) return pass;
@@ -129,7 +129,7 @@ Quantizer::Pass Quantizer::build(const core::Problem& p, const core::View& view,
   c.paged = &view != &p.q && p.is_paged();
   const auto load = [&](QuantizePass which) {
     c.pass = which;
-    return load_kernel(device_, jit, quantize_text(c));
+    return load_kernel(device_, default_jit(), quantize_text(c), !tolerates_spills);
   };
   if (what == Quantize::scales) {
     pass.write = load(QuantizePass::scales);

@@ -61,9 +61,10 @@ std::string quantize_text(const core::QuantizeConfig& config);
 class Quantizer {
  public:
   // The problem's dtypes, head dimensions, alignments and strides decide the kernels; later
-  // problems must agree in these. Throws CompileError, Unsupported (no compiler) or DeviceError.
+  // problems must agree in these. Throws CompileError, also for a kernel that spills registers
+  // unless that is tolerated (slow, but right), Unsupported (no compiler) or DeviceError.
   Quantizer(Device& device, const core::Problem& problem, const core::QuantizeOptions& options,
-            const QuantizeParts& parts = {}, Jit& jit = default_jit());
+            const QuantizeParts& parts = {}, bool tolerates_spills = false);
 
   // Whether the kernels that read 8 elements at once, if those were chosen, can read this one.
   bool suits(const core::Problem& problem) const;
@@ -90,7 +91,7 @@ class Quantizer {
   };
 
   Pass build(const core::Problem& problem, const core::View& view, Quantize what, bool transpose,
-             Jit& jit) const;
+             bool tolerates_spills) const;
   void run(const Pass& pass, core::QuantizeParams params, core::int64 batches,
            DeviceAddress scratch, Stream stream) const;
 

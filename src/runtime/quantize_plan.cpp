@@ -247,7 +247,7 @@ QuantizePlan plan_quantize(const Problem& problem, const Quantization& quantizat
   choice->device = &device_for(options);
   runtime::QuantizeParts wanted;
   wanted.transpose_v = choice->transposed;
-  choice->quantizer.emplace(*choice->device, p, choice->options, wanted);
+  choice->quantizer.emplace(*choice->device, p, choice->options, wanted, true);
   choice->workspace_bytes = choice->quantizer->scratch_bytes(p);
   if (choice->workspace_bytes > 0) choice->workspace_bytes += 16;
   return QuantizePlan(std::move(choice));
