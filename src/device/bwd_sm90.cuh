@@ -61,6 +61,7 @@ struct BwdCompute : BwdTile<C> {
   float scores[score_count];
   float dk[dk_count];  // [64 x head_dim]
   float dv[dv_count];  // [64 x head_dim_v]
+  typename Tile::RowNumbers lse;
 
   // C = A B^T: the warpgroup's 64 keys of `keys` with the rows of `queries`, both K-major.
   __forceinline__ void issue_scores(float (&c)[score_count], SharedAddress keys,
@@ -98,10 +99,12 @@ struct BwdCompute : BwdTile<C> {
     wgmma_commit();
   }
 
-  // Waits for a block's rows and issues its scores.
+  // Waits for a block's rows and issues its scores. lse is read first: beside products, which keep
+  // shared memory busy, it would come hundreds of cycles later.
   __forceinline__ void begin(int32 block) {
     this->plan.q_ring.wait_full(this->q_state);
     this->clear_unseen_rows(block);
+    this->read_rows(lse, this->own_lse());
     wgmma_fence();
     issue_scores(scores, shared_address(this->plan.k), this->q_tile(), C.head_dim / 16);
   }
@@ -120,23 +123,29 @@ struct BwdCompute : BwdTile<C> {
     Fragments weights;                                                        // P^T as operand A
     Fragments kept;                                                           // what dS takes of it
     float dscores[score_count];                                               // dP
+    typename Tile::RowNumbers delta;
     if constexpr (together) issue_dp(dscores);
     const bool hides = !this->sees_all(at.block);
     wgmma_wait<together ? 1 : 0>();
     wgmma_hold(scores);
     if constexpr (in_place) {
-      this->find_weights_in_place(scores, at.block, hides);
+      this->find_weights_in_place(scores, lse, at.block, hides);
     } else {
-      this->find_weights(weights, kept, scores, at.head, at.block, hides);
+      this->find_weights(weights, kept, scores, lse, at.head, at.block, hides);
+    }
+    if constexpr (C.dq_apart) {
+      this->plan.dout_ring.wait_full(this->dout_state);
+      this->read_rows(delta, this->own_delta());
     }
     if constexpr (!together) issue_dp(dscores);
     if constexpr (dv_first) issue_dv(weights);
     wgmma_wait<dv_first ? 1 : 0>();
     wgmma_hold(dscores);
+    if constexpr (!C.dq_apart) this->read_rows(delta, this->own_delta());
     if constexpr (in_place) {
-      this->find_both(weights, dweights, scores, dscores, hides);
+      this->find_both(weights, dweights, scores, dscores, delta, hides);
     } else {
-      this->find_dscores(dweights, kept, dscores, hides);
+      this->find_dscores(dweights, kept, dscores, delta, hides);
     }
     if constexpr (C.dq_apart) this->plan.scores_ring.wait_free(this->q_state);
     this->store_scores(this->dscores_tile(), dweights);
@@ -217,6 +226,10 @@ struct BwdColumns : BwdTile<C> {
   float dk[numbers(dk_own)];
   float dv[numbers(dv_own)];
 
+  static constexpr bool has_late_unit = dv_early && dq_own.count > 1;
+  float late[panel_count];  // of dq
+  bool is_late = false;     // of a step before this one
+
   // C = A B^T: 64 keys of `keys` with the warpgroup's rows of `queries`, both K-major.
   __forceinline__ void issue_scores(float (&c)[score_count], SharedAddress keys,
                                     SharedAddress queries, int32 steps) {
@@ -281,15 +294,18 @@ struct BwdColumns : BwdTile<C> {
     float dscores[score_count];  // dP
     Fragments weights;
     Fragments kept;
+    typename Tile::RowNumbers numbers;
     wgmma_fence();
     issue_scores(scores, shared_address(this->plan.k), q, C.head_dim / 16);
     this->plan.dout_ring.wait_full(this->dout_state);
     wgmma_fence();
     issue_scores(dscores, shared_address(this->plan.v), dout, C.head_dim_v / 16);
+    add_late_unit();
     const bool hides = !this->sees_all(block);
     wgmma_wait<1>();
     wgmma_hold(scores);
-    this->find_weights(weights, kept, scores, head, block, hides);
+    this->read_rows(numbers, this->own_lse());
+    this->find_weights(weights, kept, scores, numbers, head, block, hides);
     this->store_scores(this->weights_tile(), weights);
     if constexpr (dv_early) {
       this->publish_weights();
@@ -297,9 +313,30 @@ struct BwdColumns : BwdTile<C> {
     }
     wgmma_wait<(dv_early && dv_own.count > 0)>();
     wgmma_hold(dscores);
-    this->find_dscores(weights, kept, dscores, hides);
+    this->read_rows(numbers, this->own_delta());
+    this->find_dscores(weights, kept, dscores, numbers, hides);
     this->store_scores(this->dscores_tile(), weights);
     this->publish_scores();
+  }
+
+  // The last unit of dq leaves while the next scores are made: dq's buffer is not free earlier, and
+  // meanwhile the tensor cores have work.
+  __forceinline__ void add_late_unit() {
+    if constexpr (has_late_unit) {
+      if (is_late) this->add_dq(late, 0);
+    }
+  }
+
+  // Takes dq from its accumulators.
+  __forceinline__ void take_dq(const float (&dq)[numbers(dq_own)]) {
+    constexpr int32 at_once = dq_own.count - (has_late_unit ? 1 : 0);
+#pragma unroll
+    for (int32 j = 0; j < at_once; ++j) this->add_dq(dq, j);
+    if constexpr (has_late_unit) {
+#pragma unroll
+      for (int32 i = 0; i < panel_count; ++i) late[i] = dq[at_once * panel_count + i];
+      is_late = true;
+    }
   }
 
   __forceinline__ void step(const BwdVisit& at) {
@@ -315,13 +352,8 @@ struct BwdColumns : BwdTile<C> {
     wgmma_wait<(dk_own.count > 0)>();
     wgmma_hold(dv);
     this->release_dout();
-    if constexpr (dq_own.count > 0) {
-      wgmma_hold(dq);
-#pragma unroll
-      for (int32 j = 0; j < dq_own.count; ++j) {
-        this->add_dq(dq, j);
-      }
-    }
+    wgmma_hold(dq);
+    take_dq(dq);
     wgmma_wait<0>();
     wgmma_hold(dk);
     this->release_q();
@@ -340,6 +372,7 @@ struct BwdColumns : BwdTile<C> {
       do {
         step(at);
       } while (advance<C>(this->params, this->work, this->work.block_end, at));
+      add_late_unit();
     }
     this->store_gradients(dk, dk_own.begin * core::panel_columns, dv,
                           dv_own.begin * core::panel_columns);

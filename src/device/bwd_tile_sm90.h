@@ -168,6 +168,16 @@ struct BwdTile {
 
   // -- The softmax and its derivative
 
+  // A number for each of the thread's queries: those of elements 4 i and 4 i + 1 (mod 4) in [i].
+  using RowNumbers = float2[columns / 8];
+
+  static __forceinline__ void read_rows(RowNumbers& numbers, const float* from) {
+#pragma unroll
+    for (int32 i = 0; i < columns / 8; ++i) {
+      numbers[i] = *reinterpret_cast<const float2*>(from + 8 * i);
+    }
+  }
+
   // lse and delta of the thread's queries.
   __forceinline__ const float* own_lse() const {
     return plan.lse_log2[q_state.stage] + own_query();
@@ -179,13 +189,12 @@ struct BwdTile {
   // P, of which hidden elements become zero by selection, whatever they were.
   template <bool hides>
   __forceinline__ void exponentiate(Fragments& weights, const float (&scores)[score_count],
-                                    int32 block) {
-    const float* lse = own_lse();
+                                    const RowNumbers& lse, int32 block) {
     Sight view{};
     if constexpr (hides) view = sight(block);
 #pragma unroll
     for (int32 i = 0; i < score_count; i += 2) {
-      const float2 of = *reinterpret_cast<const float2*>(lse + 8 * (i / 4));
+      const float2 of = lse[i / 4];
       float low = exp2_approximate(fmaf(scores[i], params.scale_log2, -of.x));
       float high = exp2_approximate(fmaf(scores[i + 1], params.scale_log2, -of.y));
       if (hides && !view.sees(params, i)) low = 0.0f;
@@ -249,17 +258,18 @@ struct BwdTile {
     }
   }
 
+  // `lse` is not read where scores are modified.
   __forceinline__ void find_weights(Fragments& weights, Fragments& kept,
-                                    const float (&scores)[score_count], int32 head, int32 block,
-                                    bool hides) {
+                                    const float (&scores)[score_count], const RowNumbers& lse,
+                                    int32 head, int32 block, bool hides) {
     if constexpr (core::modifies_backward(C)) {
       exponentiate_modified(weights, kept, scores, head, block);
       return;
     }
     if (hides) {
-      exponentiate<true>(weights, scores, block);
+      exponentiate<true>(weights, scores, lse, block);
     } else {
-      exponentiate<false>(weights, scores, block);
+      exponentiate<false>(weights, scores, lse, block);
     }
 #pragma unroll
     for (int32 i = 0; i < columns / 16; ++i) {
@@ -278,11 +288,10 @@ struct BwdTile {
   // anything is hidden: what dP holds there is garbage.
   template <bool hides>
   __forceinline__ void differentiate(Fragments& dweights, const Fragments& kept,
-                                     const float (&dscores)[score_count]) {
-    const float* delta = own_delta();
+                                     const float (&dscores)[score_count], const RowNumbers& delta) {
 #pragma unroll
     for (int32 i = 0; i < score_count; i += 2) {
-      const float2 of = *reinterpret_cast<const float2*>(delta + 8 * (i / 4));
+      const float2 of = delta[i / 4];
       const uint32 word = kept[i / 8][i / 2 % 4];
       const float2 weight = unpack<C.dtype>(C.has_dropout ? word & 0x7fff7fffu : word);
       float low = weight.x * (passed(dscores[i], word & 0x8000u) - of.x);
@@ -294,11 +303,12 @@ struct BwdTile {
   }
 
   __forceinline__ void find_dscores(Fragments& dweights, const Fragments& kept,
-                                    const float (&dscores)[score_count], bool hides) {
+                                    const float (&dscores)[score_count], const RowNumbers& delta,
+                                    bool hides) {
     if (core::modifies_backward(C) || hides) {
-      differentiate<true>(dweights, kept, dscores);
+      differentiate<true>(dweights, kept, dscores, delta);
     } else {
-      differentiate<false>(dweights, kept, dscores);
+      differentiate<false>(dweights, kept, dscores, delta);
     }
   }
 
@@ -306,13 +316,13 @@ struct BwdTile {
   // become operands at the end, so that neither is packed and unpacked on the way.
 
   template <bool hides>
-  __forceinline__ void exponentiate_in_place(float (&scores)[score_count], int32 block) {
-    const float* lse = own_lse();
+  __forceinline__ void exponentiate_in_place(float (&scores)[score_count], const RowNumbers& lse,
+                                             int32 block) {
     Sight view{};
     if constexpr (hides) view = sight(block);
 #pragma unroll
     for (int32 i = 0; i < score_count; i += 2) {
-      const float2 of = *reinterpret_cast<const float2*>(lse + 8 * (i / 4));
+      const float2 of = lse[i / 4];
       scores[i] = exp2_approximate(fmaf(scores[i], params.scale_log2, -of.x));
       scores[i + 1] = exp2_approximate(fmaf(scores[i + 1], params.scale_log2, -of.y));
       if (hides && !view.sees(params, i)) scores[i] = 0.0f;
@@ -323,11 +333,11 @@ struct BwdTile {
   template <bool hides>
   __forceinline__ void differentiate_both(Fragments& weights, Fragments& dweights,
                                           const float (&p)[score_count],
-                                          const float (&dscores)[score_count]) {
-    const float* delta = own_delta();
+                                          const float (&dscores)[score_count],
+                                          const RowNumbers& delta) {
 #pragma unroll
     for (int32 i = 0; i < score_count; i += 2) {
-      const float2 of = *reinterpret_cast<const float2*>(delta + 8 * (i / 4));
+      const float2 of = delta[i / 4];
       float low = p[i] * (dscores[i] - of.x);
       float high = p[i + 1] * (dscores[i + 1] - of.y);
       if (hides && p[i] == 0.0f) low = 0.0f;
@@ -337,22 +347,22 @@ struct BwdTile {
     }
   }
 
-  __forceinline__ void find_weights_in_place(float (&scores)[score_count], int32 block,
-                                             bool hides) {
+  __forceinline__ void find_weights_in_place(float (&scores)[score_count], const RowNumbers& lse,
+                                             int32 block, bool hides) {
     if (hides) {
-      exponentiate_in_place<true>(scores, block);
+      exponentiate_in_place<true>(scores, lse, block);
     } else {
-      exponentiate_in_place<false>(scores, block);
+      exponentiate_in_place<false>(scores, lse, block);
     }
   }
 
   __forceinline__ void find_both(Fragments& weights, Fragments& dweights,
                                  const float (&p)[score_count], const float (&dscores)[score_count],
-                                 bool hides) {
+                                 const RowNumbers& delta, bool hides) {
     if (hides) {
-      differentiate_both<true>(weights, dweights, p, dscores);
+      differentiate_both<true>(weights, dweights, p, dscores, delta);
     } else {
-      differentiate_both<false>(weights, dweights, p, dscores);
+      differentiate_both<false>(weights, dweights, p, dscores, delta);
     }
   }
 
