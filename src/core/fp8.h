@@ -160,31 +160,38 @@ struct QuantizeConfig {
   bool transpose = false;  // v
   bool vectors = true;     // rows are contiguous and aligned to 16 bytes (8 for 8-bit types)
   bool scaled = false;     // the elements have a scale already
+  bool ragged = false;     // cu_seqlens or seqused are given
   bool paged = false;
   QuantizePass pass = QuantizePass::block;
   bool operator==(const QuantizeConfig&) const = default;
 };
 
-// Rows of a CTA. A block of 32 is all that has to know of each other; four transposed ones fill
-// whole lines of memory, two leave room for more CTAs.
+// Rows that a CTA takes at a time. A block of 32 is all that has to know of each other;
+// transposing, 128 threads make good use of registers.
 constexpr int32 quantize_rows(const QuantizeConfig& c) {
-  return !c.transpose ? scale_block : c.columns <= 128 ? 4 * scale_block : 2 * scale_block;
+  return !c.transpose || c.columns > 128 ? scale_block : (c.columns > 64 ? 2 : 4) * scale_block;
 }
-// Four take a row; transposing, one takes two columns of a block.
+// Threads that take a row: as few as leave each 32 elements, since all but the first cost
+// exchanges.
+constexpr int32 quantize_lanes(const QuantizeConfig& c) { return c.columns <= 64 ? 2 : 4; }
+// Transposing, a thread takes four columns of 16 rows.
 constexpr int32 quantize_threads(const QuantizeConfig& c) {
   return c.transpose ? quantize_rows(c) / scale_block * round_up(c.columns, 64) / 2
-                     : 4 * quantize_rows(c);
+                     : quantize_lanes(c) * quantize_rows(c);
 }
-// That share a multiprocessor, as many as registers allow: 72 for a thread that rotates 32 columns,
-// 80 for one that holds 32 pairs of 16 bits, 128 where it has more.
+// CTAs that share a multiprocessor: as many as registers allow. A thread holds the elements of its
+// rows in fp32 and those of the next as they lie in memory; transposing, 64 as they lie in memory.
 constexpr int32 quantize_ctas(const QuantizeConfig& c) {
-  const bool pairs = c.transpose && size_bytes(c.dtype) < 4 && c.vectors;
-  const int32 threads = pairs ? 768 : c.transpose || c.columns > 128 ? 512 : 896;
-  return threads / quantize_threads(c);
+  const int32 size = c.vectors ? size_bytes(c.dtype) : 4;
+  const int32 elements = c.transpose ? 64 : c.columns / quantize_lanes(c);
+  const int32 widened = c.transpose ? 0 : elements;
+  const int32 others = c.paged ? 64 : c.transpose && c.vectors ? 40 : 48;
+  const int32 registers = round_up(widened + elements * size / 4 + others, 8);
+  return static_cast<int32>(max64(65536 / registers / quantize_threads(c), 1));
 }
 
 constexpr int32 quantize_shared_bytes(const QuantizeConfig& c) {
-  return quantize_threads(c) / 32 * int32{sizeof(uint32)};
+  return 2 * quantize_threads(c) / 32 * int32{sizeof(uint32)};
 }
 
 // One of q, k and v. The codes lie as at the top of this file says.
@@ -196,6 +203,10 @@ struct QuantizeParams {
   int32 columns = 0;       // of x
   int32 code_columns = 0;  // of codes as rows, a multiple of 8
   int32 blocks = 0;        // of a batch and head
+  // What CTAs take one after the other: a head's rows of one tile, heads first, then tiles.
+  int32 tiles = 0;  // of a batch and head
+  int32 batches = 0;
+  int32 step[3] = {};  // head, tile, batch: as far as there are CTAs
   int32 sequences = 0;
   const int32* cu_seqlens = nullptr;
   const int32* seqused = nullptr;  // rows behind them are neither read nor part of a scale

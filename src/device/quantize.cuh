@@ -1,22 +1,23 @@
 // Quantisation to 8 bits (core/fp8.h): q and k rotated, v transposed, with a scale for 32 rows.
 //
-// What binds is memory: for 16-bit inputs 3 bytes an element, once. All loads of a thread are
-// issued before the first is used, and CTAs are small, so that some load while others compute.
+// What binds is memory: for 16-bit inputs 3 bytes an element, once. CTAs stay: each takes piece
+// after piece, and loads the next while it computes, so that memory never waits for arithmetic nor
+// for the start of a CTA.
 //
 // Of q and k a CTA takes 32 rows of a head; four threads take a row, each every fourth piece of 8
-// columns:
+// columns (up to 64 columns two threads, each every second piece of 16):
 //
 //   column    0..7   8..15  16..23  24..31 | 32..39 ...
 //   thread     t0     t1      t2      t3   |   t0   ...
 //
-// so that loads are whole sectors and, of the butterflies of the Hadamard transform, only those
-// over 8 and 16 columns cross threads: two shuffles an element. The order of additions is that of
-// core::hadamard(), and the CPU's codes are these to the bit. Arithmetic is next: at full bandwidth
-// a multiprocessor has 20 issue slots for 32 elements of q. Rotation takes 10 of them (signs of
-// packed pairs 1, five levels of additions, two of shuffle and multiply-add), widening, maximum,
-// scaling and conversion 4.
+// so that loads and stores are whole sectors and, of the butterflies of the Hadamard transform,
+// only those over 8 and 16 columns cross threads: two shuffles an element, or one. The order of
+// additions is that of core::hadamard(), and the CPU's codes are these to the bit. Arithmetic is
+// next: at full bandwidth a multiprocessor has 20 issue slots for 32 elements of q. Rotation takes
+// 10 of them (signs of packed pairs 1, five levels of additions, two of shuffle and multiply-add),
+// widening, maximum, scaling and conversion 4.
 //
-// Of v a CTA takes 128 rows, a thread two columns of 32 of them.
+// Of v a thread takes four columns of 16 rows; a CTA has 128 threads.
 #pragma once
 
 #include "core/fp8.h"
@@ -112,6 +113,44 @@ struct Eight {
 
 // ---- What rows and columns have in common -------------------------------------------------------
 
+// Where a CTA is: heads change first, so that CTAs at work lie close together in memory.
+struct QuantizePlace {
+  int32 head, tile, batch;
+
+  static __forceinline__ QuantizePlace first(const QuantizeParams& params) {
+    const auto heads = static_cast<uint32>(params.heads);
+    const auto tiles = static_cast<uint32>(params.tiles);
+    const uint32 row = blockIdx.x / heads;
+    return {static_cast<int32>(blockIdx.x % heads), static_cast<int32>(row % tiles),
+            static_cast<int32>(row / tiles)};
+  }
+
+  // gridDim.x pieces further; false behind the last.
+  __forceinline__ bool advance(const QuantizeParams& params) {
+    head += params.step[0];
+    tile += params.step[1];
+    batch += params.step[2];
+    if (head >= params.heads) {
+      head -= params.heads;
+      ++tile;
+    }
+    if (tile >= params.tiles) {
+      tile -= params.tiles;
+      ++batch;
+    }
+    return batch < params.batches;
+  }
+};
+
+// Rows that share a scale.
+struct QuantizeRowBlock {
+  int32 head, batch, sequence;
+  int32 block;      // of the batch and head
+  int64 first_row;  // of the batch
+  int32 real_rows;  // that belong to the sequence
+  int32 used_rows;  // and count
+};
+
 template <QuantizeConfig C>
 struct QuantizeBlock {
   static constexpr int32 blocks = core::quantize_rows(C) / scale_block;    // of a CTA
@@ -119,118 +158,122 @@ struct QuantizeBlock {
   static constexpr float norm =
       C.rotate ? core::rotation_norm(core::rotation_block(C.columns)) : 1.0f;
 
+  // Of one piece and the next, so that one barrier a piece is enough.
   struct Shared {
-    uint32 largest[blocks][warps];
+    uint32 largest[2][blocks][warps];
   };
 
   const QuantizeParams& params;
   Shared& shared;
 
-  int32 head, batch;
-  int32 sequence;
-  int32 block;      // of 32 rows, of the batch and head
-  int64 begin;      // row of the batch with which the sequence begins
-  int64 first_row;  // and the block
-  int32 real_rows;  // of the block, that belong to the sequence
-  int32 used_rows;  // and count
-
-  __forceinline__ static int32 warp() { return static_cast<int32>(threadIdx.x) / 32; }
+  __forceinline__ static int32 warp() { return static_cast<int32>(threadIdx.x / 32); }
   __forceinline__ static int32 block_of_cta() { return warp() / warps; }
   __forceinline__ static int32 warp_of_block() { return warp() % warps; }
 
+  __forceinline__ static int32 clamp_rows(int64 rows) {
+    return static_cast<int32>(rows < 0 ? 0 : rows < scale_block ? rows : scale_block);
+  }
+
+  __forceinline__ QuantizeRowBlock find(const QuantizePlace& place) const {
+    QuantizeRowBlock rows;
+    rows.head = place.head;
+    rows.batch = rows.sequence = place.batch;
+    rows.block = place.tile * blocks + block_of_cta();
+    rows.first_row = static_cast<int64>(rows.block) * scale_block;
+    if constexpr (C.ragged) {
+      find_sequence(rows);
+    } else {
+      rows.real_rows = rows.used_rows = clamp_rows(params.rows - rows.first_row);
+    }
+    return rows;
+  }
+
   // Packed sequences begin with blocks of their own: find the one that this block is of.
-  __forceinline__ void find_block() {
-    const auto heads = static_cast<uint32>(params.heads);
-    const auto tile = static_cast<int32>(blockIdx.x / heads);
-    head = static_cast<int32>(blockIdx.x % heads);
-    batch = static_cast<int32>(blockIdx.y);
-    block = tile * blocks + block_of_cta();
-    sequence = batch;
-    begin = 0;
+  __forceinline__ void find_sequence(QuantizeRowBlock& rows) const {
+    int64 begin = 0;
     int64 end = params.rows;
-    int32 first = 0;
     if (params.cu_seqlens != nullptr) {
       int32 low = 0;
       int32 high = params.sequences - 1;
       while (low < high) {  // the last sequence that begins at or before the block
         const int32 middle = (low + high + 1) / 2;
-        if (core::block_offset(params.cu_seqlens[middle], middle) <= block) {
+        if (core::block_offset(params.cu_seqlens[middle], middle) <= rows.block) {
           low = middle;
         } else {
           high = middle - 1;
         }
       }
-      sequence = low;
+      rows.sequence = low;
       begin = params.cu_seqlens[low];
       end = params.cu_seqlens[low + 1];
-      first = core::block_offset(static_cast<int32>(begin), low);
+      const int32 first = core::block_offset(static_cast<int32>(begin), low);
+      rows.first_row = begin + static_cast<int64>(rows.block - first) * scale_block;
     }
-    first_row = begin + static_cast<int64>(block - first) * scale_block;
-    const auto rows_until = [&](int64 row) {
-      const int64 rows = block < params.blocks ? row - first_row : 0;
-      return static_cast<int32>(rows < 0 ? 0 : rows < scale_block ? rows : scale_block);
-    };
-    real_rows = rows_until(end);
-    used_rows = real_rows;
-    if (params.seqused != nullptr && real_rows > 0) {
-      used_rows = min(real_rows, rows_until(begin + params.seqused[sequence]));
+    rows.real_rows = rows.block < params.blocks ? clamp_rows(end - rows.first_row) : 0;
+    rows.used_rows = rows.real_rows;
+    if (params.seqused != nullptr && rows.real_rows > 0) {
+      rows.used_rows =
+          min(rows.real_rows, clamp_rows(begin + params.seqused[rows.sequence] - rows.first_row));
     }
   }
 
   // Of the first element of a row of the block, which has to be used.
-  __forceinline__ int64 offset_of_row(int32 row_of_block) const {
-    int64 batch_of = batch;
-    int64 row = first_row + row_of_block;
+  __forceinline__ int64 offset_of_row(const QuantizeRowBlock& rows, int32 row_of_block) const {
+    int64 batch = rows.batch;
+    int64 row = rows.first_row + row_of_block;
     if constexpr (C.paged) {
       const auto size = static_cast<uint32>(params.page_size);
       const uint32 page = static_cast<uint32>(row) / size;
-      batch_of = params.block_table[sequence * params.block_table_stride + page];
+      batch = params.block_table[rows.sequence * params.block_table_stride + page];
       row = static_cast<uint32>(row) - page * size;
     }
-    return batch_of * params.stride[0] + row * params.stride[1] + head * params.stride[2];
+    return batch * params.stride[0] + row * params.stride[1] + rows.head * params.stride[2];
   }
 
   // Of the largest magnitudes of threads, as bits.
-  __forceinline__ uint32 largest_of_block(float largest) {
+  __forceinline__ uint32 largest_of_block(float largest, int32 round) {
     uint32 bits = __reduce_max_sync(0xffffffffu, __float_as_uint(largest * norm));
     if constexpr (warps > 1) {
-      shared.largest[block_of_cta()][warp_of_block()] = bits;
+      uint32(&of_block)[warps] = shared.largest[round % 2][block_of_cta()];
+      of_block[warp_of_block()] = bits;
       __syncthreads();
 #pragma unroll
-      for (int32 i = 0; i < warps; ++i) bits = max(bits, shared.largest[block_of_cta()][i]);
+      for (int32 i = 0; i < warps; ++i) bits = max(bits, of_block[i]);
     }
     return bits;
   }
 
-  __forceinline__ void report(uint32 bits) {
-    if (lane_index() != 0 || warp_of_block() != 0 || real_rows == 0) return;
-    if (bits >= infinite_bits) return;
-    atomicMax(
-        params.largest + sequence * params.largest_stride[0] + head * params.largest_stride[1],
-        bits);
+  __forceinline__ uint32* largest_of_head(const QuantizeRowBlock& rows) const {
+    return params.largest + rows.sequence * params.largest_stride[0] +
+           rows.head * params.largest_stride[1];
   }
 
-  __forceinline__ CodeScale code_scale(uint32 bits) const {
+  __forceinline__ void report(const QuantizeRowBlock& rows, uint32 bits) {
+    if (lane_index() != 0 || warp_of_block() != 0 || rows.real_rows == 0) return;
+    if (bits >= infinite_bits) return;
+    atomicMax(largest_of_head(rows), bits);
+  }
+
+  __forceinline__ CodeScale code_scale(const QuantizeRowBlock& rows, uint32 bits) const {
     if constexpr (C.dtype == DType::s8) return {1.0f, 1.0f};  // as they are
-    if (C.pass == QuantizePass::apply && bits < infinite_bits) {
-      bits = params.largest[sequence * params.largest_stride[0] + head * params.largest_stride[1]];
-    }
+    if (C.pass == QuantizePass::apply && bits < infinite_bits) bits = *largest_of_head(rows);
     return core::code_scale(bits, C.to);
   }
 
   // The scale that the elements have already.
-  __forceinline__ float given_scale() const {
+  __forceinline__ float given_scale(const QuantizeRowBlock& rows) const {
     if constexpr (!C.scaled) return 1.0f;
-    return params
-        .scale[sequence * params.scale_stride[0] +
-               head / params.scale_heads * params.scale_stride[1] + block * params.scale_stride[2]];
+    return params.scale[rows.sequence * params.scale_stride[0] +
+                        rows.head / params.scale_heads * params.scale_stride[1] +
+                        rows.block * params.scale_stride[2]];
   }
 
-  __forceinline__ void store_scale(float shift) {
-    if (lane_index() != 0 || warp_of_block() != 0 || block >= params.blocks) return;
+  __forceinline__ void store_scale(const QuantizeRowBlock& rows, float shift) {
+    if (lane_index() != 0 || warp_of_block() != 0 || rows.block >= params.blocks) return;
     // Blocks between packed sequences may be read, but not used.
-    const float scale = real_rows > 0 ? shift * given_scale() : 1.0f;
-    const int64 place = (static_cast<int64>(batch) * params.heads + head) * params.blocks + block;
+    const float scale = rows.real_rows > 0 ? shift * given_scale(rows) : 1.0f;
+    const int64 place =
+        (static_cast<int64>(rows.batch) * params.heads + rows.head) * params.blocks + rows.block;
     if (params.q_scale != nullptr) {
       params.q_scale[place] = scale;
     } else {
@@ -256,10 +299,11 @@ struct QuantizeBlock {
 
   // What the last block's readers may run into.
   __forceinline__ void store_slack() {
-    const bool mine = blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x < core::scale_block_slack;
+    const bool mine = blockIdx.x == 0 && threadIdx.x < core::scale_block_slack;
     if (params.key_scale == nullptr || !mine) return;
     KeyScale* behind = params.key_scale +
-                       static_cast<int64>(gridDim.y) * params.heads * params.blocks + threadIdx.x;
+                       static_cast<int64>(params.batches) * params.heads * params.blocks +
+                       threadIdx.x;
     store_key_scale(*behind, 1.0f);
   }
 
@@ -286,57 +330,66 @@ template <QuantizeConfig C>
 struct QuantizeRows : QuantizeBlock<C> {
   using Base = QuantizeBlock<C>;
   using Base::norm, Base::params;
-  static constexpr int32 pieces = C.columns / 32;  // of 8 columns, of a thread
-  static constexpr int32 count = 8 * pieces;
+  static constexpr int32 lanes = core::quantize_lanes(C);
+  static constexpr int32 unit = 32 / lanes;        // columns of a thread, of 32
+  static constexpr int32 pieces = C.columns / 32;  // of so many, of a thread
+  static constexpr int32 count = unit * pieces;
+  // Elements where they are no vectors are fp32 at once.
+  using Raw = Eight<C.vectors ? C.dtype : DType::f32>;
 
-  float x[count];
+  Raw raw[pieces][unit / 8];  // of the next rows
+  float x[count];             // of these
 
-  __forceinline__ static int32 thread() { return static_cast<int32>(threadIdx.x) % 4; }
-  __forceinline__ static int32 row() { return static_cast<int32>(threadIdx.x) / 4; }
-  __forceinline__ bool used() const { return row() < this->used_rows; }
-
-  __forceinline__ uint32 signs(int32 piece) const {
-    return C.rotate ? params.signs.word[piece] << (4 * thread()) : 0u;
+  __forceinline__ static int32 thread() { return static_cast<int32>(threadIdx.x % lanes); }
+  __forceinline__ static int32 row() { return static_cast<int32>(threadIdx.x / lanes); }
+  // First column of the g-th 8 of a piece.
+  __forceinline__ static int32 column(int32 piece, int32 g) {
+    return 32 * piece + unit * thread() + 8 * g;
   }
 
-  __forceinline__ void load() {
-    if constexpr (C.vectors) {
-      load_vectors();
-    } else {
-      load_elements();
-    }
+  __forceinline__ uint32 signs(int32 piece, int32 g) const {
+    return C.rotate ? params.signs.word[piece] << (unit / 2 * thread() + 4 * g) : 0u;
   }
 
-  // All loads before the first use: so much is in flight at once.
-  __forceinline__ void load_vectors() {
-    constexpr int32 size = core::size_bytes(C.dtype);
-    Eight<C.dtype> raw[pieces] = {};
-    if (used()) {
-      const uint8* from = static_cast<const uint8*>(params.x) + this->offset_of_row(row()) * size +
-                          8 * size * thread();
-#pragma unroll
-      for (int32 j = 0; j < pieces; ++j) {
-        if (32 * j + 8 * thread() < params.columns) raw[j].load(from + 32 * size * j);
-      }
-    }
-#pragma unroll
-    for (int32 j = 0; j < pieces; ++j) raw[j].widen(x + 8 * j, signs(j));
-  }
-
-  __forceinline__ void load_elements() {
-    const int64 offset = used() ? this->offset_of_row(row()) : 0;
+  __forceinline__ void load(const QuantizeRowBlock& rows) {
 #pragma unroll
     for (int32 j = 0; j < pieces; ++j) {
-      const int32 column = 32 * j + 8 * thread();
 #pragma unroll
-      for (int32 e = 0; e < 8; ++e) {
-        x[8 * j + e] = 0.0f;
-        if (used() && column + e < params.columns) {
-          const float value =
-              core::load_element(params.x, C.dtype, offset + (column + e) * params.stride[3]);
-          x[8 * j + e] = flipped(value, signs(j), e);
+      for (int32 g = 0; g < unit / 8; ++g) raw[j][g] = {};
+    }
+    if (row() >= rows.used_rows) return;
+    const int64 offset = this->offset_of_row(rows, row());
+#pragma unroll
+    for (int32 j = 0; j < pieces; ++j) {
+#pragma unroll
+      for (int32 g = 0; g < unit / 8; ++g) {
+        if (column(j, g) >= params.columns) continue;
+        if constexpr (C.vectors) {
+          constexpr int32 size = core::size_bytes(C.dtype);
+          raw[j][g].load(static_cast<const uint8*>(params.x) + (offset + unit * thread()) * size +
+                         (32 * j + 8 * g) * size);
+        } else {
+          load_elements(raw[j][g], offset, column(j, g));
         }
       }
+    }
+  }
+
+  __forceinline__ void load_elements(Raw& to, int64 offset, int32 column) {
+#pragma unroll
+    for (int32 e = 0; e < 8; ++e) {
+      if (column + e >= params.columns) continue;
+      const float value =
+          core::load_element(params.x, C.dtype, offset + (column + e) * params.stride[3]);
+      to.word[e] = __float_as_uint(value);
+    }
+  }
+
+  __forceinline__ void widen() {
+#pragma unroll
+    for (int32 j = 0; j < pieces; ++j) {
+#pragma unroll
+      for (int32 g = 0; g < unit / 8; ++g) raw[j][g].widen(x + unit * j + 8 * g, signs(j, g));
     }
   }
 
@@ -362,17 +415,18 @@ struct QuantizeRows : QuantizeBlock<C> {
     }
   }
 
-  // Without the norm, and the signs, which loads have turned.
+  // Without the norm, and the signs, which widening has turned.
   __forceinline__ void rotate() {
     constexpr int32 block_columns = core::rotation_block(C.columns);
     butterfly_inside<1>();
     butterfly_inside<2>();
     butterfly_inside<4>();
+    if constexpr (unit == 16) butterfly_inside<8>();
     butterfly_across<1>();
-    butterfly_across<2>();
-    if constexpr (block_columns > 32) butterfly_inside<8>();
-    if constexpr (block_columns > 64) butterfly_inside<16>();
-    if constexpr (block_columns > 128) butterfly_inside<32>();
+    if constexpr (lanes == 4) butterfly_across<2>();
+    if constexpr (block_columns > 32) butterfly_inside<unit>();
+    if constexpr (block_columns > 64) butterfly_inside<2 * unit>();
+    if constexpr (block_columns > 128) butterfly_inside<4 * unit>();
   }
 
   // Of this thread; elements that are not finite become NaN and do not count.
@@ -397,82 +451,125 @@ struct QuantizeRows : QuantizeBlock<C> {
     return top;
   }
 
-  __forceinline__ uint2 convert(int32 j, float by) const {
-    const float* y = x + 8 * j;
-    return {Base::pack(y[0], y[1], y[2], y[3], by), Base::pack(y[4], y[5], y[6], y[7], by)};
+  // Four codes.
+  __forceinline__ uint32 convert(int32 first, float by) const {
+    const float* y = x + first;
+    return Base::pack(y[0], y[1], y[2], y[3], by);
   }
 
-  __forceinline__ void store_rows(float by) {
-    if (row() >= this->real_rows) return;
-    uint8* to =
-        params.codes +
-        ((this->batch * params.rows + this->first_row + row()) * params.heads + this->head) *
-            params.code_columns +
-        8 * thread();
+  __forceinline__ void store(const QuantizeRowBlock& rows, float by) {
+    if (row() >= rows.real_rows) return;
+    uint8* to = params.codes +
+                ((rows.batch * params.rows + rows.first_row + row()) * params.heads + rows.head) *
+                    params.code_columns +
+                unit * thread();
+    const bool whole = unit == 16 && params.code_columns % 16 == 0;
 #pragma unroll
     for (int32 j = 0; j < pieces; ++j) {
-      if (32 * j + 8 * thread() >= params.code_columns) break;
-      *reinterpret_cast<uint2*>(to + 32 * j) = convert(j, by);
+      const int32 i = unit * j;
+      if (whole) {
+        if (column(j, 0) >= params.code_columns) break;
+        *reinterpret_cast<uint4*>(to + 32 * j) = {convert(i, by), convert(i + 4, by),
+                                                  convert(i + 8, by), convert(i + 12, by)};
+        continue;
+      }
+#pragma unroll
+      for (int32 g = 0; g < unit / 8; ++g) {
+        if (column(j, g) >= params.code_columns) break;
+        *reinterpret_cast<uint2*>(to + 32 * j + 8 * g) = {convert(i + 8 * g, by),
+                                                          convert(i + 8 * g + 4, by)};
+      }
+    }
+  }
+
+  // What widen() has left in x.
+  __forceinline__ void quantize(const QuantizeRowBlock& rows, int32 round) {
+    if constexpr (C.rotate) rotate();
+    const uint32 bits = this->largest_of_block(largest(), round);
+    if constexpr (C.pass == QuantizePass::measure) {
+      this->report(rows, bits);
+    } else {
+      const CodeScale code = this->code_scale(rows, bits);
+      this->store_scale(rows, code.scale);
+      // One rounding: the scale is a power of two, or the product is not rounded.
+      store(rows, norm * code.by);
     }
   }
 
   __forceinline__ void run() {
-    this->find_block();
+    QuantizePlace place = QuantizePlace::first(params);
+    if constexpr (C.pass != QuantizePass::measure) this->store_slack();
+    QuantizeRowBlock next = this->find(place);
     if constexpr (C.pass == QuantizePass::scales) {
-      this->store_scale(1.0f);
-      this->store_slack();
+      for (bool more = true; more; next = this->find(place)) {
+        this->store_scale(next, 1.0f);
+        more = place.advance(params);
+      }
       return;
     }
-    load();
-    if constexpr (C.rotate) rotate();
-    const uint32 bits = this->largest_of_block(largest());
-    if constexpr (C.pass == QuantizePass::measure) {
-      this->report(bits);
-      return;
+    load(next);
+#pragma unroll 1
+    for (int32 round = 0;; ++round) {
+      const QuantizeRowBlock rows = next;
+      widen();
+      const bool more = place.advance(params);
+      if (more) {
+        next = this->find(place);
+        load(next);
+      }
+      quantize(rows, round);
+      if (!more) break;
     }
-    const CodeScale code = this->code_scale(bits);
-    this->store_scale(code.scale);
-    this->store_slack();
-    // One rounding: the scale is a power of two, or the product is not rounded.
-    store_rows(norm * code.by);
   }
 };
 
 // ---- Columns: v, transposed ---------------------------------------------------------------------
 //
-// A thread takes two columns of all 32 rows, so that what it writes of each is in its registers,
-// and a warp reads 64 columns of a row at a time: no shared memory, and no barrier up to 64
-// columns.
+// A thread takes four columns of 16 rows, so that what it writes of each, 16 keys in the order of
+// value_key(), is in its registers; its neighbour has the other 16 rows of the block, and the two
+// write a sector. A warp reads 64 columns of two rows at a time: no shared memory, and no barrier
+// up to 64 columns.
 
-// Two elements of a row.
+// Four elements of a row.
 template <DType dtype>
-struct Two {
-  static constexpr int32 size = core::size_bytes(dtype);
-  uint32 word[size == 4 ? 2 : 1];
+struct Four {
+  static constexpr int32 words = core::size_bytes(dtype);
+  uint32 word[words];
 
   __forceinline__ void load(const void* from) {
-    if constexpr (size == 4) {
-      const uint2 both = *static_cast<const uint2*>(from);
-      word[0] = both.x;
-      word[1] = both.y;
-    } else if constexpr (size == 2) {
-      word[0] = *static_cast<const uint32*>(from);
+    if constexpr (words == 4) {
+      const uint4 all = *static_cast<const uint4*>(from);
+      word[0] = all.x;
+      word[1] = all.y;
+      word[2] = all.z;
+      word[3] = all.w;
+    } else if constexpr (words == 2) {
+      const uint2 all = *static_cast<const uint2*>(from);
+      word[0] = all.x;
+      word[1] = all.y;
     } else {
-      word[0] = *static_cast<const uint16*>(from);
+      word[0] = *static_cast<const uint32*>(from);
     }
   }
 
-  __forceinline__ float2 widened() const {
-    if constexpr (size == 4) {
-      return {__uint_as_float(word[0]), __uint_as_float(word[1])};
-    } else if constexpr (dtype == DType::bf16) {
-      return {__uint_as_float(word[0] << 16), __uint_as_float(word[0] & 0xffff0000u)};
-    } else if constexpr (dtype == DType::f16) {
-      return unpack_f16x2(word[0]);
+  // Elements 2 i and 2 i + 1 in 16 bits: bf16, or fp16.
+  __forceinline__ uint32 pair(int32 i) const {
+    if constexpr (words == 2) return word[i];
+    const auto codes = static_cast<uint16>(word[0] >> (16 * i));
+    return unpack_codes<dtype>(codes);
+  }
+
+  __forceinline__ float2 widened(int32 i) const {
+    if constexpr (words == 4) {
+      return {__uint_as_float(word[2 * i]), __uint_as_float(word[2 * i + 1])};
     } else {
-      const auto codes = static_cast<uint16>(word[0]);
-      return unpack_f16x2(unpack_codes<dtype>(codes));
+      return widened_pair(pair(i));
     }
+  }
+
+  static __forceinline__ float2 widened_pair(uint32 pair) {
+    if constexpr (dtype != DType::bf16) return unpack_f16x2(pair);
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
   }
 };
 
@@ -480,36 +577,37 @@ template <QuantizeConfig C>
 struct QuantizeColumns : QuantizeBlock<C> {
   using Base = QuantizeBlock<C>;
   using Base::params;
-  using Raw = Two<C.vectors ? C.dtype : DType::f32>;
+  static constexpr int32 keys = 16;  // of a thread
+  using Raw = Four<C.vectors ? C.dtype : DType::f32>;
 
-  Raw raw[scale_block];
-  bool wild = false;  // some element of the warp is infinite
+  Raw raw[keys];
 
-  __forceinline__ int32 column() const { return 64 * this->warp_of_block() + 2 * lane_index(); }
+  __forceinline__ int32 column() const { return 64 * this->warp_of_block() + lane_index() / 2 * 4; }
+  __forceinline__ static int32 first_key() { return lane_index() % 2 * keys; }
 
   // All loads before the first use.
   template <bool whole>
-  __forceinline__ void load_vectors() {
+  __forceinline__ void load_vectors(const QuantizeRowBlock& rows) {
     constexpr int32 size = core::size_bytes(C.dtype);
     const int64 step = params.stride[1] * size;
     const uint8* from = static_cast<const uint8*>(params.x) + column() * size;
-    if constexpr (!C.paged) from += this->offset_of_row(0) * size;
+    if constexpr (!C.paged) from += this->offset_of_row(rows, first_key()) * size;
 #pragma unroll
-    for (int32 r = 0; r < scale_block; ++r) {
-      if (whole || r < this->used_rows) {
-        raw[r].load(C.paged ? from + this->offset_of_row(r) * size : from);
+    for (int32 r = 0; r < keys; ++r) {
+      if (whole || first_key() + r < rows.used_rows) {
+        raw[r].load(C.paged ? from + this->offset_of_row(rows, first_key() + r) * size : from);
       }
       from += C.paged ? 0 : step;
     }
   }
 
-  __forceinline__ void load_elements() {
+  __forceinline__ void load_elements(const QuantizeRowBlock& rows) {
 #pragma unroll
-    for (int32 r = 0; r < scale_block; ++r) {
-      if (r >= this->used_rows) continue;
-      const int64 offset = this->offset_of_row(r);
+    for (int32 r = 0; r < keys; ++r) {
+      if (first_key() + r >= rows.used_rows) continue;
+      const int64 offset = this->offset_of_row(rows, first_key() + r);
 #pragma unroll
-      for (int32 e = 0; e < 2; ++e) {
+      for (int32 e = 0; e < 4; ++e) {
         if (column() + e >= params.columns) continue;
         const float value =
             core::load_element(params.x, C.dtype, offset + (column() + e) * params.stride[3]);
@@ -518,16 +616,19 @@ struct QuantizeColumns : QuantizeBlock<C> {
     }
   }
 
-  __forceinline__ void load() {
+  __forceinline__ void load(const QuantizeRowBlock& rows) {
+    const bool real = column() < params.columns;
+    if (C.vectors && real && rows.used_rows == scale_block) {
+      load_vectors<true>(rows);
+      return;
+    }
 #pragma unroll
-    for (int32 r = 0; r < scale_block; ++r) raw[r] = {};
-    if (column() >= params.columns) return;
-    if constexpr (!C.vectors) {
-      load_elements();
-    } else if (this->used_rows == scale_block) {
-      load_vectors<true>();
-    } else if (this->used_rows > 0) {
-      load_vectors<false>();
+    for (int32 r = 0; r < keys; ++r) raw[r] = {};
+    if (!real || rows.used_rows == 0) return;
+    if constexpr (C.vectors) {
+      load_vectors<false>(rows);
+    } else {
+      load_elements(rows);
     }
   }
 
@@ -535,20 +636,37 @@ struct QuantizeColumns : QuantizeBlock<C> {
     return fabsf(x) < infinity ? x : otherwise;
   }
 
-  // Of this thread; elements that are not finite do not count.
-  __forceinline__ float largest() {
-    float top = 0.0f;
+  // Magnitudes compare as their bits do. Widened elements are not asked: the compiler would keep
+  // them for the conversion, in twice the registers.
+  __forceinline__ float largest_bits() const {
+    uint32 high = 0;
+    uint32 low = 0;
 #pragma unroll
-    for (int32 r = 0; r < scale_block; ++r) {
-      const float2 x = raw[r].widened();
-      top = fmaxf(top, fmaxf(fabsf(x.x), fabsf(x.y)));  // passes over NaN
+    for (int32 r = 0; r < keys; ++r) {
+#pragma unroll
+      for (int32 i = 0; i < 2; ++i) {
+        if constexpr (Raw::words == 4) {
+          high = max(high, raw[r].word[2 * i] << 1);
+          low = max(low, raw[r].word[2 * i + 1] << 1);
+        } else {
+          high = max(high, raw[r].pair(i) << 1);
+          low = max(low, raw[r].pair(i) << 17);
+        }
+      }
     }
-    wild = __any_sync(0xffffffffu, top == infinity);
+    if constexpr (Raw::words == 4) return __uint_as_float(max(high, low) >> 1);
+    return Raw::widened_pair(max(high, low) >> 17).x;
+  }
+
+  // Of this thread; elements that are not finite do not count. wild: one of the warp is not.
+  __forceinline__ float largest(bool& wild) const {
+    float top = largest_bits();
+    wild = __any_sync(0xffffffffu, !(top < infinity));
     if (wild) {
       top = 0.0f;
 #pragma unroll
-      for (int32 r = 0; r < scale_block; ++r) {
-        const float2 x = raw[r].widened();
+      for (int32 i = 0; i < 2 * keys; ++i) {
+        const float2 x = raw[i / 2].widened(i % 2);
         top = fmaxf(top, fabsf(finite_or(x.x, 0.0f)));
         top = fmaxf(top, fabsf(finite_or(x.y, 0.0f)));
       }
@@ -557,56 +675,67 @@ struct QuantizeColumns : QuantizeBlock<C> {
   }
 
   template <bool wild>
-  __forceinline__ void store_columns(float by) {
-    const int64 keys = static_cast<int64>(params.blocks) * scale_block;
-    uint8* to = params.codes +
-                ((static_cast<int64>(this->batch) * params.heads + this->head) * params.columns +
-                 column()) *
-                    keys +
-                static_cast<int64>(this->block) * scale_block;
+  __forceinline__ void store(const QuantizeRowBlock& rows, float by) const {
+    if (rows.block >= params.blocks) return;
+    const int64 all_keys = static_cast<int64>(params.blocks) * scale_block;
+    uint8* to =
+        params.codes +
+        ((static_cast<int64>(rows.batch) * params.heads + rows.head) * params.columns + column()) *
+            all_keys +
+        static_cast<int64>(rows.block) * scale_block + first_key();
 #pragma unroll
-    for (int32 chunk = 0; chunk < scale_block / 16; ++chunk) {
-      uint32 out[2][4];  // [column][word of 4 keys]
+    for (int32 pair = 0; pair < 2; ++pair) {
+      uint32 codes[2][keys / 4];
 #pragma unroll
-      for (int32 q = 0; q < 4; ++q) {
+      for (int32 q = 0; q < keys / 4; ++q) {
         float2 x[4];
 #pragma unroll
         for (int32 e = 0; e < 4; ++e) {
-          x[e] = raw[16 * chunk + core::value_key(4 * q + e)].widened();
+          x[e] = raw[core::value_key(4 * q + e)].widened(pair);
           if constexpr (wild) {
             const float nan = __uint_as_float(0x7fc00000u);
             x[e] = {finite_or(x[e].x, nan), finite_or(x[e].y, nan)};
           }
         }
-        out[0][q] = Base::pack(x[0].x, x[1].x, x[2].x, x[3].x, by);
-        out[1][q] = Base::pack(x[0].y, x[1].y, x[2].y, x[3].y, by);
+        codes[0][q] = Base::pack(x[0].x, x[1].x, x[2].x, x[3].x, by);
+        codes[1][q] = Base::pack(x[0].y, x[1].y, x[2].y, x[3].y, by);
       }
 #pragma unroll
       for (int32 e = 0; e < 2; ++e) {
-        if (column() + e >= params.columns) continue;
-        *reinterpret_cast<uint4*>(to + e * keys + 16 * chunk) = {out[e][0], out[e][1], out[e][2],
-                                                                 out[e][3]};
+        if (column() + 2 * pair + e >= params.columns) break;
+        *reinterpret_cast<uint4*>(to + (2 * pair + e) * all_keys) = {codes[e][0], codes[e][1],
+                                                                     codes[e][2], codes[e][3]};
       }
     }
   }
 
-  __forceinline__ void run() {
-    this->find_block();
-    load();
-    const uint32 bits = this->largest_of_block(largest());
+  __forceinline__ void quantize(const QuantizeRowBlock& rows, int32 round) {
+    bool wild;
+    const uint32 bits = this->largest_of_block(largest(wild), round);
     if constexpr (C.pass == QuantizePass::measure) {
-      this->report(bits);
+      this->report(rows, bits);
       return;
     }
-    const CodeScale code = this->code_scale(bits);
-    this->store_scale(code.scale);
-    this->store_slack();
-    if (this->block >= params.blocks) return;
-    const float by = code.by;
+    const CodeScale code = this->code_scale(rows, bits);
+    this->store_scale(rows, code.scale);
     if (wild) {
-      store_columns<true>(by);
+      store<true>(rows, code.by);
     } else {
-      store_columns<false>(by);
+      store<false>(rows, code.by);
+    }
+  }
+
+  // Nothing is loaded ahead: it would take the registers of half the threads.
+  __forceinline__ void run() {
+    QuantizePlace place = QuantizePlace::first(params);
+    if constexpr (C.pass != QuantizePass::measure) this->store_slack();
+    bool more = true;
+#pragma unroll 1
+    for (int32 round = 0; more; ++round) {
+      const QuantizeRowBlock rows = this->find(place);
+      load(rows);
+      quantize(rows, round);
+      more = place.advance(params);
     }
   }
 };

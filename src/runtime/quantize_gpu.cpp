@@ -74,6 +74,11 @@ QuantizeParams operand(const core::Problem& p, const core::View& view) {
   return params;
 }
 
+bool is_ragged(const core::Problem& p, const core::View& view) {
+  return &view == &p.q ? p.cu_seqlens_q != nullptr || p.seqused_q != nullptr
+                       : p.cu_seqlens_k != nullptr || p.seqused_k != nullptr;
+}
+
 template <typename Value>
 Value* pointer_to(DeviceAddress address) {
   return reinterpret_cast<Value*>(address);
@@ -92,7 +97,8 @@ std::string quantize_text(const QuantizeConfig& c) {
       std::string(text_of(c.dtype)) + ", .to = fovea::core::DType::" + std::string(text_of(c.to)) +
       ", .columns = " + std::to_string(c.columns) + ", .rotate = " + flag(c.rotate) +
       ", .transpose = " + flag(c.transpose) + ", .vectors = " + flag(c.vectors) +
-      ", .scaled = " + flag(c.scaled) + ", .paged = " + flag(c.paged) +
+      ", .scaled = " + flag(c.scaled) + ", .ragged = " + flag(c.ragged) +
+      ", .paged = " + flag(c.paged) +
       ", .pass = fovea::core::QuantizePass::" + std::string(text_of(c.pass)) + "}>";
   source.params = "fovea::core::QuantizeParams";
   source.threads = core::quantize_threads(c);
@@ -126,6 +132,7 @@ Quantizer::Pass Quantizer::build(const core::Problem& p, const core::View& view,
   c.transpose = transpose;
   c.vectors = suits_vectors(view, columns);
   c.scaled = static_cast<bool>(values ? p.v_scale : &view == &p.k ? p.k_scale : p.q_scale);
+  c.ragged = is_ragged(p, view);
   c.paged = &view != &p.q && p.is_paged();
   const auto load = [&](QuantizePass which) {
     c.pass = which;
@@ -143,7 +150,9 @@ Quantizer::Pass Quantizer::build(const core::Problem& p, const core::View& view,
 }
 
 bool Quantizer::suits(const core::Problem& p) const {
-  const auto fits = [](const Pass& pass, const core::View& view, int32 columns) {
+  const auto fits = [&p](const Pass& pass, const core::View& view, int32 columns) {
+    if (pass.what == Quantize::none) return true;
+    if (pass.config.ragged != is_ragged(p, view)) return false;
     return pass.what != Quantize::codes || !pass.config.vectors || suits_vectors(view, columns);
   };
   return fits(q_, p.q, p.head_dim) && fits(k_, p.k, p.head_dim) && fits(v_, p.v, p.head_dim_v);
@@ -163,14 +172,20 @@ void Quantizer::run(const Pass& pass, QuantizeParams params, int64 batches, Devi
                     Stream stream) const {
   if (pass.what == Quantize::none) return;
   const int32 blocks_of_cta = core::quantize_rows(pass.config) / core::scale_block;
+  params.tiles = static_cast<int32>(core::ceil_div(params.blocks, blocks_of_cta));
+  params.batches = static_cast<int32>(batches);
+  const int64 places = int64{params.tiles} * params.heads * batches;
+  const int64 at_once = int64{device_.properties().sm_count} * core::quantize_ctas(pass.config);
   LaunchConfig launch;
-  launch.grid.x = static_cast<std::uint32_t>(core::ceil_div(params.blocks, blocks_of_cta)) *
-                  static_cast<std::uint32_t>(params.heads);
-  launch.grid.y = static_cast<std::uint32_t>(batches);
+  launch.grid.x = static_cast<std::uint32_t>(std::min(places, at_once));
   launch.block.x = static_cast<std::uint32_t>(core::quantize_threads(pass.config));
   launch.dynamic_shared_bytes =
       static_cast<std::uint32_t>(core::quantize_shared_bytes(pass.config));
-  if (launch.grid.x == 0 || batches == 0) return;
+  if (launch.grid.x == 0) return;
+  const auto ctas = static_cast<int32>(launch.grid.x);
+  params.step[0] = ctas % params.heads;
+  params.step[1] = ctas / params.heads % params.tiles;
+  params.step[2] = ctas / params.heads / params.tiles;
   params.signs = core::rotation_signs(options_.seed);
   const auto bytes = std::as_bytes(std::span(&params, 1));
   if (pass.measure != nullptr) {
