@@ -179,15 +179,16 @@ constexpr int32 quantize_threads(const QuantizeConfig& c) {
   return c.transpose ? quantize_rows(c) / scale_block * round_up(c.columns, 64) / 2
                      : quantize_lanes(c) * quantize_rows(c);
 }
-// CTAs that share a multiprocessor: as many as registers allow. A thread holds the elements of its
-// rows in fp32 and those of the next as they lie in memory; transposing, 64 as they lie in memory.
+// CTAs that share a multiprocessor: as many as registers allow, of which each of its four parts has
+// 512 for every lane. A thread holds the elements of its rows in fp32 and those of the next as they
+// lie in memory; transposing, 64 as they lie in memory.
 constexpr int32 quantize_ctas(const QuantizeConfig& c) {
   const int32 size = c.vectors ? size_bytes(c.dtype) : 4;
   const int32 elements = c.transpose ? 64 : c.columns / quantize_lanes(c);
   const int32 widened = c.transpose ? 0 : elements;
-  const int32 others = c.paged ? 64 : c.transpose && c.vectors ? 40 : 48;
+  const int32 others = c.paged ? 64 : !c.transpose || !c.vectors ? 48 : size > 1 ? 40 : 64;
   const int32 registers = round_up(widened + elements * size / 4 + others, 8);
-  return static_cast<int32>(max64(65536 / registers / quantize_threads(c), 1));
+  return static_cast<int32>(max64(512 / registers * 128 / quantize_threads(c), 1));
 }
 
 constexpr int32 quantize_shared_bytes(const QuantizeConfig& c) {

@@ -152,7 +152,7 @@ Quantizer::Pass Quantizer::build(const core::Problem& p, const core::View& view,
 bool Quantizer::suits(const core::Problem& p) const {
   const auto fits = [&p](const Pass& pass, const core::View& view, int32 columns) {
     if (pass.what == Quantize::none) return true;
-    if (pass.config.ragged != is_ragged(p, view)) return false;
+    if (is_ragged(p, view) && !pass.config.ragged) return false;
     return pass.what != Quantize::codes || !pass.config.vectors || suits_vectors(view, columns);
   };
   return fits(q_, p.q, p.head_dim) && fits(k_, p.k, p.head_dim) && fits(v_, p.v, p.head_dim_v);

@@ -66,7 +66,8 @@ class Quantizer {
   Quantizer(Device& device, const core::Problem& problem, const core::QuantizeOptions& options,
             const QuantizeParts& parts = {}, bool tolerates_spills = false);
 
-  // Whether the kernels that read 8 elements at once, if those were chosen, can read this one.
+  // Whether the kernels that read 8 elements at once, or know of no lengths, if those were chosen,
+  // can read this one.
   bool suits(const core::Problem& problem) const;
 
   // Device memory that run_q() and run_keys() need each, for scales coarser than a block.

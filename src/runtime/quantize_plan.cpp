@@ -207,7 +207,8 @@ void QuantizePlan::run(const Problem& problem, const Quantized& to,
     return;
   }
   require(choice.quantizer->suits(validated),
-          "q, k or v is not aligned as when the plan was made; plan again");
+          "q, k or v is not aligned as when the plan was made, or has lengths (cu_seqlens, seqused)"
+          " that it had not then; plan again");
   constexpr runtime::DeviceAddress granule = 16;
   const auto first = reinterpret_cast<runtime::DeviceAddress>(workspace.data());
   run_on_device(choice, problem, validated, to, (first + granule - 1) / granule * granule);
