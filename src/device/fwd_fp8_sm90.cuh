@@ -222,22 +222,67 @@ struct Fp8Compute {
     }
   }
 
-  __forceinline__ void mask(const FwdTile& tile, int32 block) {
-    hide_unseen<C>(scores, params, tile, block,
-                   [&](int32 half) { return tile.q_begin + first_row() + 8 * half; });
+  // The columns of a block that this warp's rows see: each row at least [all_begin, all_end), and
+  // none anything outside [any_begin, any_end). Of this thread's rows, those of hide_unseen().
+  struct Sight {
+    int32 any_begin, all_begin, all_end, any_end;
+    int32 begin[2], end[2];
+
+    __forceinline__ bool sees(int32 group) const {
+      return group * scale_block < any_end && (group + 1) * scale_block > any_begin;
+    }
+    __forceinline__ bool sees_all(int32 group) const {
+      return group * scale_block >= all_begin && (group + 1) * scale_block <= all_end;
+    }
+  };
+
+  __forceinline__ Sight sight(const FwdTile& tile, int32 block) const {
+    const int32 origin = block * C.tile_k;
+    const int32 shift = tile.length_k - tile.length_q;
+    const int32 warp_row = tile.q_begin + 64 * warpgroup + 16 * warp();
+    const auto begin_of = [&](int32 row) {
+      return (C.bound_left ? max(0, row + shift - params.window_left) : 0) - origin;
+    };
+    const auto end_of = [&](int32 row) {
+      return (C.bound_right ? min(tile.length_k, row + shift + params.window_right + 1)
+                            : tile.length_k) -
+             origin;
+    };
+    Sight s{begin_of(warp_row), begin_of(warp_row + 15), end_of(warp_row), end_of(warp_row + 15)};
+#pragma unroll
+    for (int32 half = 0; half < 2; ++half) {
+      const int32 row = warp_row + lane_index() / 4 + 8 * half;
+      s.begin[half] = begin_of(row) - 2 * (lane_index() % 4);
+      s.end[half] = end_of(row) - 2 * (lane_index() % 4);
+    }
+    return s;
   }
 
   // -- Softmax. Weights are 2^(t - m + top), and what is summed and compared is weights.
 
   static __forceinline__ bool far(float m) { return !(fabsf(m) < 2048.0f); }
 
+  __forceinline__ void hide_unseen(int32 group, const Sight& sight) {
+#pragma unroll
+    for (int32 i = group * group_count; i < (group + 1) * group_count; ++i) {
+      const int32 half = (i / 2) % 2;
+      const int32 column = 8 * (i / 4) + i % 2;
+      const bool seen = (!C.bound_left || column >= sight.begin[half]) && column < sight.end[half];
+      if (!seen) scores[i] = -infinity;
+    }
+  }
+
   // Weights with the tile's true maximum known first. Gives the factors by which what was summed
-  // before must shrink.
-  __forceinline__ void exponentiate_exact(float (&factor)[2]) {
+  // before must shrink. Of a masked block a warp passes over the 32 keys that none of its rows
+  // see, and compares positions in those that only some see.
+  template <bool masked, bool skips = false>
+  __forceinline__ void exponentiate_exact(float (&factor)[2], const Sight& sight) {
     float top[2] = {-infinity, -infinity};
     float widest = 0.0f;  // factor
 #pragma unroll
     for (int32 g = 0; g < Plan::groups; ++g) {
+      if (skips && !sight.sees(g)) continue;
+      if (masked && !sight.sees_all(g)) hide_unseen(g, sight);
       const KeyScale key = key_scale(g);
       float largest[2] = {-infinity, -infinity};
 #pragma unroll
@@ -270,20 +315,19 @@ struct Fp8Compute {
     }
     // Far out, where a unit of the reference's last place counts: round as its maximum did.
     const bool rounds = __any_sync(0xffffffffu, far(base[0]) || far(base[1]));
+    if (rounds) round_as_maximum(base);
 #pragma unroll
     for (int32 g = 0; g < Plan::groups; ++g) {
-      const KeyScale key = key_scale(g);
-      float by = scale(key);
-      float add[2] = {shifted_addend(key.v_log2 + base[0] + top_log2, by),
-                      shifted_addend(key.v_log2 + base[1] + top_log2, by)};
-      if (rounds) {
+      if (skips && !sight.sees(g)) {
 #pragma unroll
-        for (int32 i = g * group_count; i < (g + 1) * group_count; ++i) {
-          scores[i] = (unshifted(scores[i]) * by + key.v_log2) + base[(i / 2) % 2];
-        }
-        by = 1.0f;
-        add[0] = add[1] = top_log2;
+        for (int32 r = 0; r < 4; ++r) weights[g][r] = 0;
+        continue;
       }
+      const KeyScale key = key_scale(g);
+      const float by = rounds ? 1.0f : scale(key);
+      const float add[2] = {
+          rounds ? top_log2 : shifted_addend(key.v_log2 + base[0] + top_log2, by),
+          rounds ? top_log2 : shifted_addend(key.v_log2 + base[1] + top_log2, by)};
       float part[2] = {0.0f, 0.0f};
 #pragma unroll
       for (int32 i = g * group_count; i < (g + 1) * group_count; ++i) {
@@ -293,6 +337,19 @@ struct Fp8Compute {
       }
       sum[0] = fmaf(part[0], key.v_inverse, sum[0]);
       sum[1] = fmaf(part[1], key.v_inverse, sum[1]);
+      if constexpr (skips) convert(g);
+    }
+  }
+
+  __forceinline__ void round_as_maximum(const float (&base)[2]) {
+#pragma unroll
+    for (int32 g = 0; g < Plan::groups; ++g) {
+      const KeyScale key = key_scale(g);
+      const float by = scale(key);
+#pragma unroll
+      for (int32 i = g * group_count; i < (g + 1) * group_count; ++i) {
+        scores[i] = (unshifted(scores[i]) * by + key.v_log2) + base[(i / 2) % 2];
+      }
     }
   }
 
@@ -434,21 +491,22 @@ struct Fp8Compute {
   // Nothing is in flight here: registers are dear enough without its operands.
   __forceinline__ void take_again(const FwdTile& tile, int32 block, float (&factor)[2]) {
     compute_scores_again(tile, block);
-    exponentiate_exact(factor);
+    exponentiate_exact<false>(factor, {});
     count(1, true);
     count(1, true);
   }
 
   // Element e of register r of step k is key 32 k + 16 (r / 2) + value_key(4 (lane % 4) + e).
+  __forceinline__ void convert(int32 k) {
+#pragma unroll
+    for (int32 r = 0; r < 4; ++r) {
+      const float* s = scores + 16 * k + 8 * (r / 2) + 2 * (r % 2);
+      weights[k][r] = pack_e4m3x4(s[0], s[1], s[4], s[5]);
+    }
+  }
   __forceinline__ void convert() {
 #pragma unroll
-    for (int32 k = 0; k < C.tile_k / 32; ++k) {
-#pragma unroll
-      for (int32 r = 0; r < 4; ++r) {
-        const float* s = scores + 16 * k + 8 * (r / 2) + 2 * (r % 2);
-        weights[k][r] = pack_e4m3x4(s[0], s[1], s[4], s[5]);
-      }
-    }
+    for (int32 k = 0; k < C.tile_k / 32; ++k) convert(k);
   }
 
   // -- Two-level accumulation
@@ -570,13 +628,11 @@ struct Fp8Compute {
     wgmma_wait<0>();
     settle_scores();
     transform();
-    if (block >= own.full_end) mask(tile, block);
     float factor[2];
-    exponentiate_exact(factor);
+    exponentiate_exact<true, true>(factor, sight(tile, block));
     k_state.advance();
     if (block == tile.begin) release_q_early();
     look_ahead();
-    convert();
     if (block == tile.end - 1 && block > tile.begin) clear_unseen_values(tile, block);
   }
 
@@ -628,9 +684,8 @@ struct Fp8Compute {
     settle_scores();
     transform();
     if constexpr (!guarded) {
-      if constexpr (masked) mask(tile, block);
       float factor[2];
-      exponentiate_exact(factor);
+      exponentiate_exact<masked>(factor, sight(tile, block));
       const bool rescale = C.softmax == SoftmaxPolicy::online ||
                            __any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f);
       if constexpr (C.overlap) settle_output();
@@ -806,12 +861,27 @@ struct Fp8Compute {
     store_rows(tile);
   }
 
-  // What this warpgroup's rows see of the tile's blocks; at least one.
+  // What this warpgroup's rows see of the tile's blocks; at least one. As find_span(), with as few
+  // instructions as it takes: they stand between two tiles.
   __forceinline__ KeySpan own_span(const FwdTile& tile) const {
     KeySpan own = tile;
     if constexpr (C.bound_right) {
-      const KeySpan seen = find_span<C>(tile, params, tile.q_begin + 64 * warpgroup, 64);
-      if (seen.count() > 0) own = seen;
+      const int32 shift = tile.length_k - tile.length_q;
+      const int32 first = tile.q_begin + 64 * warpgroup + shift;
+      const int32 last = min(first + 64, tile.length_k) - 1;
+      const auto inside = [&](int32 key) { return min(max(key, 0), tile.length_k); };
+      const int32 end = inside(last + params.window_right + 1);
+      const int32 begin = C.bound_left ? inside(first - params.window_left) : 0;
+      if (first > last || begin >= end) return own;
+      constexpr auto tile_k = static_cast<uint32>(C.tile_k);
+      const auto blocks = [](int32 keys) {
+        return static_cast<int32>(static_cast<uint32>(keys) / tile_k);
+      };
+      own.end = blocks(end + C.tile_k - 1);
+      own.full_end = blocks(inside(first + params.window_right + 1));
+      const int32 all_begin = C.bound_left ? inside(last - params.window_left) : 0;
+      own.full_begin = blocks(all_begin + C.tile_k - 1);
+      if (own.full_begin >= own.full_end) own.full_begin = own.full_end = tile.begin;
     }
     return own;
   }
