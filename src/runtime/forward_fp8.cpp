@@ -134,9 +134,9 @@ FwdConfig choose_forward_fp8_sm90(const Problem& p, core::SoftmaxPolicy softmax,
     c.tile_k = plain && !(crowded && windowed) ? 128 : 96;
     c.stages = 4;
   } else if (widest <= 128) {
-    // Short rows of tiles waste less with narrow ones; a mask's edge is cheaper with few rows.
-    // Three warpgroups have no registers left for sums in fp32.
-    const bool narrow = !windowed && plain && promote_keys == 0;
+    // Short rows of tiles waste less with narrow ones. Three warpgroups have no registers left for
+    // sums in fp32.
+    const bool narrow = plain && promote_keys == 0;
     const bool wide = plain && !crowded && (!windowed || p.seqlen_k >= 8192);
     c.warpgroups = narrow ? 3 : 2;
     c.tile_k = narrow ? 96 : wide ? 192 : 128;
