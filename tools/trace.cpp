@@ -28,6 +28,7 @@ class TraceCommand : public Command {
         ->check(CLI::Range(0, 1 << 30))
         ->type_name("N")
         ->capture_default_str();
+    app->add_flag("--backward", backward_, "Of the backward kernel")->disable_flag_override();
     add_problem_options(*app, options_);
   }
 
@@ -35,9 +36,10 @@ class TraceCommand : public Command {
     std::optional<OutputFile> file;
     if (out_ != "-") file.emplace(out_);
     options_.dtype = options_.dtype.value_or(DType::bf16);
-    Workload workload = make_workload(shape_, options_);
+    Workload workload = make_workload(shape_, options_, backward_);
     fill_inputs(workload, 1);
-    const std::string text = trace(workload.problem, options_.run, cta_);
+    const std::string text =
+        backward_ ? trace_gradients(workload) : trace(workload.problem, options_.run, cta_);
     if (file) {
       file->write({std::as_bytes(std::span(text))});
       file->commit();
@@ -48,10 +50,21 @@ class TraceCommand : public Command {
   }
 
  private:
+  // out and lse come from the CPU.
+  std::string trace_gradients(Workload& workload) const {
+    Options forward;
+    forward.threads = options_.run.threads;
+    forward.device = Device::cpu;
+    attention(workload.problem, forward);
+    add_gradients(workload, 2);
+    return trace_backward(workload.problem, workload.gradients, options_.run, cta_);
+  }
+
   ProblemOptions options_;
   Shape shape_;
   std::string out_;
   int cta_ = 0;
+  bool backward_ = false;
 };
 
 }  // namespace

@@ -48,4 +48,9 @@ int compile_kernels(const CompileKernels& which,
 // timeline, DeviceError.
 [[nodiscard]] std::string trace(const Problem& problem, const Options& options, int cta = 0);
 
+// The same of the backward kernel that sums dq, dk and dv, for the chips whose kernel has one:
+// sm_100a and sm_103a. out and lse of the problem are read, as by attention_backward().
+[[nodiscard]] std::string trace_backward(const Problem& problem, const Gradients& gradients,
+                                         const Options& options, int cta = 0);
+
 }  // namespace fovea

@@ -30,6 +30,7 @@ struct BwdConfig {
   bool tensor_memory = false;
   bool pair = false;         // two CTAs drive each product, over 256 keys
   bool issue_order = false;  // counts on products being executed in the order of issue
+  bool trace = false;        // one CTA writes a timeline
   bool operator==(const BwdConfig&) const = default;
 };
 
@@ -218,6 +219,8 @@ struct BwdParams {
   float* dsink = nullptr;  // of bwd_sink (device/bwd_rows.cuh)
   int64 dsink_stride = 0;
   BiasGradient dbias;  // of device/bwd_bias.cuh
+
+  TraceBuffer trace;  // of a configuration that traces
 };
 
 }  // namespace fovea::core

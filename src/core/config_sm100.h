@@ -149,11 +149,13 @@ constexpr bool softmax_is_tight(const Fwd100Config& c) {
   return c.query_tiles == 2 && is_eight_bit(c) && is_corrected(c);
 }
 constexpr int32 softmax_registers(const Fwd100Config& c) {
-  return softmax_is_tight(c) ? 184 : c.query_tiles == 2 ? 176 : 224;
+  return softmax_is_tight(c) ? 192 : c.query_tiles == 2 ? 176 : 224;
 }
 constexpr int32 correction_registers(const Fwd100Config& c) {
   return softmax_is_tight(c) ? 64 : c.query_tiles == 2 ? 80 : 160;
 }
-constexpr int32 other_registers(const Fwd100Config& c) { return c.query_tiles == 2 ? 80 : 120; }
+constexpr int32 other_registers(const Fwd100Config& c) {
+  return softmax_is_tight(c) ? 64 : c.query_tiles == 2 ? 80 : 120;
+}
 
 }  // namespace fovea::core

@@ -24,11 +24,25 @@ enum class TracePhase : uint8 {
   store,
   keys,
   weights,
-  correct
+  correct,
+  // Blackwell, backward: what the multiplying role waits for, and issues; what the others do.
+  operands,
+  issue_scores,
+  issue_dp,
+  issue_dv,
+  issue_dk,
+  issue_dq,
+  dp,
+  differentiate,
+  dq,
+  reduce,
+  dscores,
+  exchange
 };
 
-// The most that a kernel has. Hopper: 0 loads, the others compute. Blackwell: load, multiply, two
-// of softmax, correct, store.
+// The most that a kernel has. Hopper: 0 loads, the others compute. Blackwell, forward: load,
+// multiply, two of softmax, correct, store; backward: load, multiply, two of compute, reduce,
+// relay.
 inline constexpr int32 trace_roles = 6;
 
 // Where a launch writes: `capacity` words for each role, zero before it. An event is the clock of

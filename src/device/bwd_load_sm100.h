@@ -22,6 +22,10 @@ struct Load100Backward {
   RingState<1> state;
   RingState<2> row_state;
 
+  __forceinline__ void begin(TracePhase phase) const {
+    mark<C>(plan, params, BwdTraceRole::load, leader, phase);
+  }
+
   // Rows of a tile and its first column. Rows outside [begin, end) are cleared, and those that bias
   // or mask hide entirely: 0 x NaN is NaN.
   struct Tile {
@@ -131,7 +135,9 @@ struct Load100Backward {
   // Numbers of the rows of a block.
   __forceinline__ void load_numbers(int64 number) {
     constexpr uint32 bytes = Plan::rows * 4;
+    begin(TracePhase::free);
     if constexpr (Plan::releases_numbers) plan.row_ring.wait_free(row_state);
+    begin(TracePhase::copy);
     if (leader) {
       plan.row_ring.expect(row_state, 2 * bytes);
       Barrier& full = plan.row_ring.full[row_state.stage];
@@ -152,20 +158,28 @@ struct Load100Backward {
                    lse + rank * Plan::rows_each};
     const Tile columns{block * Plan::rows, rank * core::panel_columns, work.row_begin, work.row_end,
                        lse};
+    begin(TracePhase::free);
     wait_free<C>(plan.q_ring, q_state);
+    begin(TracePhase::copy);
     load<Plan::rows_each, Plan::panels_qk, Plan::rows_each>(
         shared_address(plan.q[q_state.stage]), &params.q, plan.q_ring.full[q_state.stage], own,
         s.row_q, head, s.batch_q);
+    begin(TracePhase::free);
     wait_free<C>(plan.dout_ring, state);
+    begin(TracePhase::copy);
     load<Plan::rows_each, Plan::panels_v, Plan::rows_each>(shared_address(plan.dout),
                                                            &params.dout_map, plan.dout_ring.full[0],
                                                            own, s.row_q, head, s.batch_q);
     if constexpr (C.pair) {
+      begin(TracePhase::free);
       wait_free<C>(plan.dout_columns_ring, state);
+      begin(TracePhase::copy);
       load<Plan::rows, 1, Plan::rows_each>(shared_address(plan.dout_columns), &params.dout_map,
                                            plan.dout_columns_ring.full[0], columns, s.row_q, head,
                                            s.batch_q);
+      begin(TracePhase::free);
       wait_free<C>(plan.q_columns_ring, state);
+      begin(TracePhase::copy);
       load<Plan::rows, 1, Plan::rows_each>(shared_address(plan.q_columns), &params.q,
                                            plan.q_columns_ring.full[0], columns, s.row_q, head,
                                            s.batch_q);
@@ -176,6 +190,7 @@ struct Load100Backward {
 
   __forceinline__ void run() {
     if (work.steps(params) == 0) return;
+    begin(TracePhase::copy);
     load_keys();
     for (int32 i = 0; i < params.group_size; ++i) {
       const int32 head = work.head_kv * params.group_size + i;
@@ -186,6 +201,7 @@ struct Load100Backward {
         load_block(head, block, first + block);
       }
     }
+    begin(TracePhase::none);
   }
 };
 

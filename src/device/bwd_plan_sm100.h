@@ -5,6 +5,7 @@
 #include "device/bwd_blocks.h"
 #include "device/pipeline.h"
 #include "device/tcgen05.h"
+#include "device/trace.h"
 
 namespace fovea::device {
 
@@ -124,6 +125,7 @@ struct Bwd100Plan : Bwd100Halves<C.pair> {
 
   Bwd100Work<C> work;
   uint32 tensor_memory;
+  [[no_unique_address]] TraceCounts<C.trace> trace;
 
   // Numbers are free again when each computing warp says so. With one stage of q nobody has to: q
   // of the next tile has waited for dk, which has waited for all that reads the numbers.
@@ -154,6 +156,16 @@ struct Bwd100Plan : Bwd100Halves<C.pair> {
   static_assert(columns.scores + 128 <= 512 && columns.dp + 128 <= 512);
   static_assert(columns.dk + C.head_dim <= 512 && columns.dq + columns.dq_width <= 512);
 };
+
+// ---- Timelines ----------------------------------------------------------------------------------
+
+enum class BwdTraceRole : int32 { load, multiply, compute, compute_1, reduce, relay };
+
+template <BwdConfig C>
+__forceinline__ void mark(Bwd100Plan<C>& plan, const BwdParams& params, BwdTraceRole role,
+                          bool scribe, TracePhase phase) {
+  trace_mark(plan.trace, params.trace, static_cast<int32>(role), scribe, phase);
+}
 
 // ---- One CTA or two -----------------------------------------------------------------------------
 

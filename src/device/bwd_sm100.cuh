@@ -43,9 +43,14 @@ struct Multiply100Backward {
   static constexpr int32 m = 128 * Plan::ctas;
 
   Plan& plan;
+  const BwdParams& params;
   const TensorAddress base;
   RingState<Plan::query_stages> q_state, q_late_state;  // of the scores, of dk
   RingState<1> state, late_state;                       // of dout; of the columns of q and dout
+
+  __forceinline__ void begin(TracePhase phase) const {
+    mark<C>(plan, params, BwdTraceRole::multiply, true, phase);
+  }
 
   // Made anew for each product: those that follow from it are not worth registers all along.
   static __forceinline__ uint64 descriptor(SharedAddress tile, uint32 panel_bytes) {
@@ -103,6 +108,7 @@ struct Multiply100Backward {
   }
 
   __forceinline__ void scores(int32 n) {
+    begin(TracePhase::operands);
     wait_full<C>(plan.q_ring, q_state);
     if (n > 0 && !C.issue_order) wait_for<C>(plan.weights_free, n - 1);
     if constexpr (core::dq_over_scores(C)) {
@@ -111,6 +117,7 @@ struct Multiply100Backward {
       if (n >= behind) wait_for<C>(plan.dq_free, n - behind);
     }
     if (n > 0) tcgen05_fence_after();
+    begin(TracePhase::issue_scores);
     keys_by_queries<C.head_dim>(columns.scores, shared_address(plan.k),
                                 shared_address(plan.q[q_state.stage]));
     commit<C>(plan.scores_full);
@@ -119,6 +126,7 @@ struct Multiply100Backward {
   }
 
   __forceinline__ void dp(int32 n) {
+    begin(TracePhase::operands);
     wait_full<C>(plan.dout_ring, state);
     if (n > 0 && core::dq_over_dp(C)) {
       wait_for<C>(plan.dq_free, n - 1);  // dq has waited for dk
@@ -127,6 +135,7 @@ struct Multiply100Backward {
     }
     if constexpr (core::dp_over_scores(C)) wait_for<C>(plan.weights_full, n);
     if (n > 0 || core::dp_over_scores(C)) tcgen05_fence_after();
+    begin(TracePhase::issue_dp);
     keys_by_queries<C.head_dim_v>(columns.dp, shared_address(plan.v), shared_address(plan.dout));
     commit<C>(plan.dp_full);
     if constexpr (C.pair) commit<C>(plan.dout_ring.free[0]);
@@ -134,6 +143,7 @@ struct Multiply100Backward {
   }
 
   __forceinline__ void dv(int32 n) {
+    begin(TracePhase::operands);
     // In a pair, dq of the tile before has waited for these weights.
     const bool waits = !C.pair || n == 0;
     if (waits) wait_for<C>(plan.weights_full, n);
@@ -143,12 +153,14 @@ struct Multiply100Backward {
       rows = shared_address(plan.dout_columns);
     }
     if (waits) tcgen05_fence_after();
+    begin(TracePhase::issue_dv);
     add_gradient<C.head_dim_v>(columns.dv, columns.scores, rows, n > 0);
     commit<C>(plan.weights_free);
     commit<C>(C.pair ? plan.dout_columns_ring.free[0] : plan.dout_ring.free[0]);
   }
 
   __forceinline__ void dk(int32 n) {
+    begin(TracePhase::operands);
     wait_for<C>(plan.dscores_full, n);
     SharedAddress rows = shared_address(plan.q[q_late_state.stage]);
     if constexpr (C.pair) {
@@ -156,6 +168,7 @@ struct Multiply100Backward {
       rows = shared_address(plan.q_columns);
     }
     tcgen05_fence_after();
+    begin(TracePhase::issue_dk);
     add_gradient<C.head_dim>(columns.dk, columns.dp, rows, n > 0);
     commit<C>(plan.dk_done);
     commit<C>(C.pair ? plan.q_columns_ring.free[0] : plan.q_ring.free[q_late_state.stage]);
@@ -164,6 +177,7 @@ struct Multiply100Backward {
 
   // dq = dS k, of rows of queries: both operands MN-major.
   __forceinline__ void dq(int32 n, bool last) {
+    begin(TracePhase::operands);
     if (n > 0 && !core::dq_over_dp(C)) wait_for<C>(plan.dq_free, n - 1);  // else dp has
     if constexpr (C.pair) {
       wait_for<C>(plan.exchanged, n);
@@ -173,6 +187,7 @@ struct Multiply100Backward {
     if (core::dq_over_dp(C) && !C.issue_order) wait_for<C>(plan.dk_done, n);
     if (core::dq_over_weights(C) && !C.issue_order) wait_for<C>(plan.weights_free, n);
     tcgen05_fence_after();
+    begin(TracePhase::issue_dq);
     constexpr uint32 instruction = tcgen05_instruction(
         {.a = type, .b = type, .m = 128, .n = C.head_dim, .a_mn_major = true, .b_mn_major = true});
     const uint64 a = descriptor(shared_address(plan.dscores), Plan::panel_bytes);
@@ -209,6 +224,7 @@ struct Multiply100Backward {
       dv(n + 1);
     }
     commit<C>(plan.gradients_full);
+    begin(TracePhase::none);
   }
 };
 
@@ -220,7 +236,10 @@ struct Multiply100Backward {
 template <BwdConfig C>
 struct Compute100Backward {
   using Plan = Bwd100Plan<C>;
-  static constexpr int32 chunk = 32;
+  // What a thread has in registers at a time: where much is done to a score, half a chunk.
+  static constexpr bool is_tight = core::hides_anywhere(C) || C.has_dropout;
+  static constexpr int32 piece = is_tight ? 16 : 32;
+  static constexpr int32 pieces = 64 / piece;
 
   Plan& plan;
   const BwdParams& params;
@@ -229,11 +248,23 @@ struct Compute100Backward {
   const int32 rank;
   const int32 warpgroup;
   RingState<2> row_state;
-  using Packed = uint32[chunk / 2];
-  Packed kept[2];  // of the two chunks: P, times the derivative of the logits where it is not 1
+  using Packed = uint32[piece / 2];
+  Packed kept[pieces];  // P, times the derivative of the logits where it is not 1
 
+  __forceinline__ void begin(TracePhase phase) const {
+    const auto role =
+        static_cast<BwdTraceRole>(static_cast<int32>(BwdTraceRole::compute) + warpgroup);
+    mark<C>(plan, params, role, own_key() == 0, phase);
+  }
   __forceinline__ int32 own_key() const { return static_cast<int32>(threadIdx.x % 128); }
-  __forceinline__ int32 chunk_of(int32 i) const { return warpgroup + 2 * i; }
+  // The first query of the i-th piece of this thread's, and the column of its weights.
+  __forceinline__ int32 query_of(int32 i) const {
+    const int32 at = piece * i;
+    return 32 * (warpgroup + 2 * (at / 32)) + at % 32;
+  }
+  __forceinline__ int32 weight_column(int32 i) const {
+    return core::weight_column(query_of(i) / 32) + query_of(i) % 32 / 2;
+  }
 
   // -- What hides
 
@@ -257,24 +288,39 @@ struct Compute100Backward {
 
   // -- One block of query rows
 
-  // Gives the two chunks at `column` to use(i, words), the second loaded while the first is in use;
-  // where much is done to a score, registers are dearer than that.
+  // Gives the pieces at `column` to use(i, words), the next one loaded while one is in use, where
+  // there are registers for two.
   template <typename Use>
   __forceinline__ void stream(int32 column, Use use) {
-    constexpr bool loads_ahead = !core::hides_anywhere(C) && !C.has_dropout;
-    uint32 words[loads_ahead ? 2 : 1][chunk];
+    constexpr bool loads_ahead = !is_tight;
+    uint32 words[loads_ahead ? 2 : 1][piece];
     const auto load = [&](int32 i) {
-      tcgen05_load_32x32b_x32(words[loads_ahead ? i : 0], base + (column + chunk * chunk_of(i)));
+      uint32(&to)[piece] = words[loads_ahead ? i % 2 : 0];
+      const TensorAddress from = base + (column + query_of(i));
+      if constexpr (piece == 32) {
+        tcgen05_load_32x32b_x32(to, from);
+      } else {
+        tcgen05_load_32x32b_x16(to, from);
+      }
     };
     if constexpr (loads_ahead) load(0);
 #pragma unroll
-    for (int32 i = 0; i < 2; ++i) {
+    for (int32 i = 0; i < pieces; ++i) {
       if constexpr (!loads_ahead) load(i);
-      uint32(&now)[chunk] = words[loads_ahead ? i : 0];
+      uint32(&now)[piece] = words[loads_ahead ? i % 2 : 0];
       tcgen05_wait_load();
       tcgen05_hold(now);
-      if (loads_ahead && i == 0) load(1);
+      if (loads_ahead && i + 1 < pieces) load(i + 1);
       use(i, now);
+    }
+  }
+
+  __forceinline__ void store_tensor(int32 column, int32 i, const Packed& words) {
+    const TensorAddress to = base + (column + weight_column(i));
+    if constexpr (piece == 32) {
+      tcgen05_store_32x32b_x16(to, words);
+    } else {
+      tcgen05_store_32x32b_x8(to, words);
     }
   }
 
@@ -284,12 +330,12 @@ struct Compute100Backward {
 
   // P, of which hidden elements become zero by selection, whatever they were.
   template <bool hides>
-  __forceinline__ void exponentiate(int32 i, const uint32 (&scores)[chunk], const Visible& seen,
+  __forceinline__ void exponentiate(int32 i, const uint32 (&scores)[piece], const Visible& seen,
                                     Packed& weights) {
     const float2 scale{params.scale_log2, params.scale_log2};
-    const int32 first = chunk * chunk_of(i);
+    const int32 first = query_of(i);
 #pragma unroll
-    for (int32 j = 0; j < chunk; j += 4) {
+    for (int32 j = 0; j < piece; j += 4) {
       const float4 lse = numbers(plan.lse_log2[row_state.stage], first + j);
       float2 x[2];
       x[0] = fma_f32x2({__uint_as_float(scores[j]), __uint_as_float(scores[j + 1])}, scale,
@@ -326,13 +372,13 @@ struct Compute100Backward {
 
   // The same where scores are modified. What is kept has its sign set where dropout takes the
   // weight.
-  __forceinline__ void exponentiate_modified(int32 i, const uint32 (&scores)[chunk],
+  __forceinline__ void exponentiate_modified(int32 i, const uint32 (&scores)[piece],
                                              const Visible& seen, const BwdScores<C>& of,
                                              int32 block, Packed& weights) {
-    const int32 first = chunk * chunk_of(i);
+    const int32 first = query_of(i);
     const int32 key = work.key_begin + own_key();
 #pragma unroll
-    for (int32 j = 0; j < chunk; j += 4) {
+    for (int32 j = 0; j < piece; j += 4) {
       const float4 numbered = numbers(plan.lse_log2[row_state.stage], first + j);
       const float lse[4] = {numbered.x, numbered.y, numbered.z, numbered.w};
       const int32 query = block * Plan::rows + first + j;
@@ -377,10 +423,10 @@ struct Compute100Backward {
   // dS = P (dP - delta), of P as dv takes it. Zero where P is, if anything is hidden: what dP holds
   // there is garbage.
   template <bool hides>
-  __forceinline__ void differentiate(int32 i, const uint32 (&dp)[chunk], Packed& dscores) {
-    const int32 first = chunk * chunk_of(i);
+  __forceinline__ void differentiate(int32 i, const uint32 (&dp)[piece], Packed& dscores) {
+    const int32 first = query_of(i);
 #pragma unroll
-    for (int32 j = 0; j < chunk; j += 4) {
+    for (int32 j = 0; j < piece; j += 4) {
       const float4 delta = numbers(plan.delta[row_state.stage], first + j);
       const float2 of[2] = {{-delta.x, -delta.y}, {-delta.z, -delta.w}};
 #pragma unroll
@@ -401,7 +447,7 @@ struct Compute100Backward {
   // dS^T as it is, [key][query]: operand A of dq, MN-major. In a pair the half of the rows that is
   // the peer's waits to be sent.
   __forceinline__ void store_shared(int32 i, const Packed& dscores) {
-    const int32 half = chunk_of(i) / 2;
+    const int32 half = query_of(i) / 64;
     SharedAddress panel = shared_address(plan.dscores);
     if constexpr (C.pair) {
       panel = half == rank ? panel + rank * Plan::panel_bytes : shared_address(plan.exchange);
@@ -410,8 +456,8 @@ struct Compute100Backward {
     }
     const SharedAddress row = panel + own_key() * Plan::row_bytes;
 #pragma unroll
-    for (int32 j = 0; j < 4; ++j) {
-      const uint32 at = (4 * (chunk_of(i) % 2) + j) ^ (own_key() % 8);  // 16-byte chunk, swizzled
+    for (int32 j = 0; j < piece / 8; ++j) {
+      const uint32 at = (query_of(i) % 64 / 8 + j) ^ (own_key() % 8);  // 16-byte chunk, swizzled
       store_shared_x4(row + at * 16, uint4{dscores[4 * j], dscores[4 * j + 1], dscores[4 * j + 2],
                                            dscores[4 * j + 3]});
     }
@@ -421,25 +467,23 @@ struct Compute100Backward {
   __forceinline__ void make_weights(int32 head, int32 block) {
     const Visible seen = visible(block);
     const BwdScores<C> of(params, work.sequence, head);
-    stream(Plan::columns.scores, [&](int32 i, const uint32(&words)[chunk]) {
+    stream(Plan::columns.scores, [&](int32 i, const uint32(&words)[piece]) {
       Packed weights;
       if constexpr (core::modifies_backward(C)) {
         exponentiate_modified(i, words, seen, of, block, weights);
       } else {
         exponentiate<hides>(i, words, seen, weights);
       }
-      tcgen05_store_32x32b_x16(base + (Plan::columns.scores + core::weight_column(chunk_of(i))),
-                               weights);
+      store_tensor(Plan::columns.scores, i, weights);
     });
   }
 
   template <bool hides>
   __forceinline__ void make_dscores(int32 n) {
-    stream(Plan::columns.dp, [&](int32 i, const uint32(&words)[chunk]) {
+    stream(Plan::columns.dp, [&](int32 i, const uint32(&words)[piece]) {
       Packed dscores;
       differentiate<hides>(i, words, dscores);
-      tcgen05_store_32x32b_x16(base + (Plan::columns.dp + core::weight_column(chunk_of(i))),
-                               dscores);
+      store_tensor(Plan::columns.dp, i, dscores);
       // The dS before it is read: dq of the last tile is there. Where dq lies over dP, this dP
       // could not be computed before.
       if (!core::dq_over_dp(C) && i == 0 && n > 0) wait_for<C>(plan.dq_full, n - 1);
@@ -451,9 +495,11 @@ struct Compute100Backward {
     const bool hides = core::modifies_backward(C) ||
                        !sees_all<C, Plan::rows, Plan::keys>(params, work.sequence,
                                                             block * Plan::rows, work.key_begin);
+    begin(TracePhase::scores);
     plan.row_ring.wait_full(row_state);
     wait_for<C>(plan.scores_full, n);
     tcgen05_fence_after();
+    begin(TracePhase::softmax);
     if (hides) {
       make_weights<true>(head, block);
     } else {
@@ -463,8 +509,10 @@ struct Compute100Backward {
     tcgen05_fence_before();
     arrive_leader<C>(plan.weights_full);
 
+    begin(TracePhase::dp);
     wait_for<C>(plan.dp_full, n);
     tcgen05_fence_after();
+    begin(TracePhase::differentiate);
     if (hides) {
       make_dscores<true>(n);
     } else {
@@ -484,7 +532,9 @@ struct Compute100Backward {
 
   // -- The end: keys that exist get their gradients, zero if nobody sees them.
 
-  // 32 columns of this thread's key.
+  static constexpr int32 chunk = 32;  // columns at a time
+
+  // A chunk of columns of this thread's key.
   __forceinline__ void store_columns(const float (&values)[chunk], void* gradient, int64 at,
                                      int64 step, int32 count) const {
 #pragma unroll
@@ -544,10 +594,12 @@ struct Compute100Backward {
         step(n++, work.head_kv * params.group_size + i, block);
       }
     }
+    begin(TracePhase::output);
     if (steps > 0) {
       wait_for<C>(plan.gradients_full, 0);
       tcgen05_fence_after();
     }
+    begin(TracePhase::store);
     if (warpgroup == 0) {
       store_gradient<C.head_dim_v>(steps > 0, base + Plan::columns.dv, 1.0f, params.dv,
                                    params.dv_stride, params.head_dim_v);
@@ -555,6 +607,7 @@ struct Compute100Backward {
       store_gradient<C.head_dim>(steps > 0, base + Plan::columns.dk, params.scale, params.dk,
                                  params.dk_stride, params.head_dim);
     }
+    begin(TracePhase::none);
   }
 };
 
@@ -574,6 +627,10 @@ struct Reduce100 {
   const int32 rank;
   const bool adds;   // the thread that talks to the copy engine
   int32 staged = 0;  // units that have gone through shared memory
+
+  __forceinline__ void begin(TracePhase phase) const {
+    mark<C>(plan, params, BwdTraceRole::reduce, adds, phase);
+  }
 
   // How many tiles of keys add to a block of rows before this one.
   __forceinline__ uint32 turn(int32 block) const {
@@ -625,9 +682,12 @@ struct Reduce100 {
   }
 
   __forceinline__ void step(int32 n, int64 number, int32 block) {
+    begin(TracePhase::dq);
     wait_for<C>(plan.dq_full, n);
     tcgen05_fence_after();
+    begin(TracePhase::turn);
     if (C.deterministic && adds) wait_turn(number, block);
+    begin(TracePhase::reduce);
     float* const sums =
         params.dq_sums + number * core::dq_block_floats(C) + rank * (Plan::rows_each * C.head_dim);
 #pragma unroll 1
@@ -673,6 +733,7 @@ struct Reduce100 {
     }
     // The CTA's memory must not go before it has been read; in turns the last one has waited.
     if (!C.deterministic && adds) bulk_wait_read<0>();
+    begin(TracePhase::none);
   }
 };
 
@@ -681,8 +742,11 @@ struct Reduce100 {
 // Sends the peer its half of dS, and tells the leader when this CTA has the half that it needs.
 
 template <BwdConfig C>
-__forceinline__ void relay(Bwd100Plan<C>& plan, int32 rank, int32 steps) {
+__forceinline__ void relay(Bwd100Plan<C>& plan, const BwdParams& params, int32 rank, int32 steps) {
   using Plan = Bwd100Plan<C>;
+  const auto begin = [&](TracePhase phase) {
+    mark<C>(plan, params, BwdTraceRole::relay, true, phase);
+  };
   const auto peer = static_cast<uint32>(1 - rank);
   const ClusterAddress target =
       map_to_rank(shared_address(plan.dscores) + rank * Plan::panel_bytes, peer);
@@ -690,11 +754,14 @@ __forceinline__ void relay(Bwd100Plan<C>& plan, int32 rank, int32 steps) {
 #pragma unroll 1
   for (int32 n = 0; n < steps; ++n) {
     mbarrier_arrive_expect_bytes(plan.exchange_full, Plan::panel_bytes);
+    begin(TracePhase::dscores);
     wait_for<C>(plan.exchange_ready, n);
+    begin(TracePhase::exchange);
     bulk_copy_remote(target, shared_address(plan.exchange), Plan::panel_bytes, arrived);
     wait_for<C>(plan.exchange_full, n);
     mbarrier_arrive_remote(barrier_of(plan.exchanged, 0));
   }
+  begin(TracePhase::none);
 }
 
 // ---- Kernel -------------------------------------------------------------------------------------
@@ -753,6 +820,7 @@ __device__ void bwd_sm100(const BwdParams& params) {
   if (threadIdx.x == 0) {
     plan.work.find(params, rank);
     init_barriers<C>(plan);
+    trace_begin(plan.trace);
     tma_prefetch_map(&params.q);
     tma_prefetch_map(&params.dout_map);
   }
@@ -772,12 +840,12 @@ __device__ void bwd_sm100(const BwdParams& params) {
   } else {
     registers_shrink<core::backward_other_registers(C)>();
     if (warp == 12) {
-      if (rank == 0 && elect_one()) Multiply100Backward<C>{plan, tensor}.run(steps);
+      if (rank == 0 && elect_one()) Multiply100Backward<C>{plan, params, tensor}.run(steps);
     } else if (warp == 13) {
       Load100Backward<C>{plan, params, plan.work, rank, elect_one()}.run();
     } else if (warp == 14) {
       if constexpr (C.pair) {
-        if (elect_one()) relay<C>(plan, rank, steps);
+        if (elect_one()) relay<C>(plan, params, rank, steps);
       }
     }
     __syncwarp();  // before the aligned barrier

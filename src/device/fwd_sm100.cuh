@@ -265,8 +265,8 @@ struct Softmax100 {
   const Fwd100Params<C>& params;
   const TensorAddress base;  // this warp's lanes
   const int32 query_tile;
-  RingState<2> tile_state;
   RingState<1> row_state;
+  int32 tiles = 0;       // so far; a RingState would be a register more
   int32 seen = 0;        // tiles of keys so far
   bool claimed = false;  // the rows in shared memory are this tile's
   float reference;       // in log2 units: core/softmax.h; in 8 bits with log2 of v's scale
@@ -274,6 +274,9 @@ struct Softmax100 {
   SharedAddress key_scales{};  // 8 bits: of the tile of keys
   float row_scale = 1.0f;      // 8 bits
 
+  __forceinline__ RingState<2> tile_state() const {
+    return {tiles % 2, static_cast<uint32>(tiles / 2) & 1u};
+  }
   __forceinline__ int32 row() const { return static_cast<int32>(threadIdx.x % 128); }
   __forceinline__ int32 slot() const { return slot_of<C>(query_tile, seen); }
   __forceinline__ void begin(TracePhase phase) const {
@@ -411,7 +414,7 @@ struct Softmax100 {
   __forceinline__ void mask(uint32 (&words)[chunk], int32 index, const Visible& seen_here) const {
     int32 first = seen_here.begin - chunk * index;
     // Differences of the first pass are not worth 128 registers until the second.
-    if constexpr (!rereads_bounds || eight_bit) asm volatile("" : "+r"(first));
+    if constexpr (!rereads_bounds) asm volatile("" : "+r"(first));
     const auto width = static_cast<uint32>(seen_here.end - seen_here.begin);
 #pragma unroll
     for (int32 i = 0; i < chunk; ++i) {
@@ -730,7 +733,7 @@ struct Softmax100 {
 
   __forceinline__ void run() {
     begin(TracePhase::tile);
-    while (const Fwd100Tile* tile = next_tile<C>(plan, tile_state)) {
+    while (const Fwd100Tile* tile = next_tile<C>(plan, tile_state())) {
       if (tile->spans[query_tile].count() > 0) {
         reference = -infinity;
         sum = 0.0f;
@@ -757,8 +760,8 @@ struct Softmax100 {
         arrive_warp(plan.row_ring[query_tile].full[0]);
         row_state.advance();
       }
-      arrive_warp(plan.tile_ring.free[tile_state.stage]);
-      tile_state.advance();
+      arrive_warp(plan.tile_ring.free[tile_state().stage]);
+      ++tiles;
       begin(TracePhase::tile);
     }
     begin(TracePhase::none);

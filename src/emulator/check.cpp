@@ -152,6 +152,7 @@ void check_start_warp(Warp& warp) {
   warp.check.clock.raise(clock_ordered, warp.lone_agent, 2);
   const std::size_t n = warp.program->registers.size();
   warp.check.defined.assign(n, 0);
+  warp.check.defined_words.clear();
   warp.check.in_flight.assign(n, 0);
   warp.check.written.assign(n, 0);
   warp.sequence = 1;
@@ -244,6 +245,38 @@ void check_registers_before(Warp& warp, const Inst& inst) {
   }
 }
 
+namespace {
+
+// Lanes in which a word of a 64-bit operand, or a 32-bit operand, holds a value.
+u32 defined_word(const Warp& warp, const OperandRef& operand, std::size_t word) {
+  if (operand.vreg < 0) return ~0u;
+  const auto v = static_cast<std::size_t>(operand.vreg);
+  const auto words = warp.check.defined_words.find(v);
+  const u32 alone = words == warp.check.defined_words.end() ? 0 : words->second[word];
+  return warp.check.defined[v] | alone;
+}
+
+// {a, b} of which one was never given a value, or such a pair taken apart: compilers pair a word
+// with any other to get at instructions for two, and use but one.
+void define_halves(Warp& warp, const Inst& inst) {
+  const OperandRef* o = warp.operands(inst);
+  if (inst.outputs == 1) {
+    const std::array<u32, 2> given{defined_word(warp, o[1], 0), defined_word(warp, o[2], 0)};
+    std::array<u32, 2> words;
+    for (std::size_t i = 0; i < 2; ++i) {
+      words[i] = (defined_word(warp, o[0], i) & ~warp.active) | (given[i] & warp.active);
+    }
+    check_define(warp, o[0], warp.active, given[0] & given[1]);
+    warp.check.defined_words[static_cast<std::size_t>(o[0].vreg)] = words;
+    return;
+  }
+  for (std::size_t i = 0; i < 2; ++i) {
+    check_define(warp, o[i], warp.active, defined_word(warp, o[2], i));
+  }
+}
+
+}  // namespace
+
 void check_registers_after(Warp& warp, const Inst& inst) {
   if (inst.late) return;
   const OperandRef* o = warp.operands(inst);
@@ -256,10 +289,15 @@ void check_registers_after(Warp& warp, const Inst& inst) {
     }
     if (inst.copy && o[1].vreg >= 0) written = check.written[static_cast<std::size_t>(o[1].vreg)];
   }
+  if (inst.halves && defined != warp.active) {
+    define_halves(warp, inst);
+    return;
+  }
   for (u32 i = 0; i < inst.outputs; ++i) {
     if (o[i].vreg < 0) continue;
     const auto v = static_cast<std::size_t>(o[i].vreg);
     check.defined[v] = (check.defined[v] & ~warp.active) | defined;
+    if (defined != warp.active) check.defined_words.erase(v);
     check.written[v] = written;
   }
 }

@@ -128,10 +128,12 @@ struct WarpCheck {
   Clock clock;
   std::vector<Withheld> withheld;  // since its lanes last met: a lane alone does not pass it on
   std::vector<u32> defined;        // per virtual register: lanes
-  std::vector<u32> in_flight;      // per virtual register: number of the operation, 0 none
-  std::vector<u64> written;        // per virtual register: when, in warp instructions
-  Clock tensor_done;               // tcgen05 operations of this warp that have ended
-  u64 matrix_fence = 0;            // last wgmma.fence
+  // The same of the low and the high word of 64-bit registers that hold one alone in some lanes.
+  std::unordered_map<std::size_t, std::array<u32, 2>> defined_words;
+  std::vector<u32> in_flight;  // per virtual register: number of the operation, 0 none
+  std::vector<u64> written;    // per virtual register: when, in warp instructions
+  Clock tensor_done;           // tcgen05 operations of this warp that have ended
+  u64 matrix_fence = 0;        // last wgmma.fence
   bool matrix_fence_seen = false;
   Clock fenced;    // clock at the last memory fence
   Clock acquired;  // taken by relaxed loads, valid after the next fence

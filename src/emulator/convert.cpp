@@ -80,6 +80,7 @@ void build_pack(Builder& b, Type type) {
   b.output(b.operand(0), type);
   b.inst.extra = 8 * type_bytes(type) / static_cast<u32>(list.items.size());
   for (const Operand& item : list.items) b.input_any(item);
+  b.inst.halves = b.inst.extra == 32 && list.items.size() == 2;
   b.inst.run = run_pack;
 }
 
@@ -88,6 +89,7 @@ void build_unpack(Builder& b, Type type) {
   b.inst.extra = 8 * type_bytes(type) / static_cast<u32>(list.items.size());
   for (const Operand& item : list.items) b.output_any(item);
   b.input(b.operand(1), type);
+  b.inst.halves = b.inst.extra == 32 && list.items.size() == 2;
   b.inst.run = run_unpack;
 }
 

@@ -43,6 +43,7 @@ struct Inst {
   bool guard_not = false;
   bool pure = false;     // undefined inputs make undefined outputs; others must be defined
   bool copy = false;     // a plain move: carries checker state along
+  bool halves = false;   // a move of two 32-bit words into 64 bits, or out of them
   bool late = false;     // results arrive after the instruction
   bool aligned = false;  // all live lanes of the warp must execute it together
   Unit unit = Unit::other;

@@ -26,6 +26,18 @@ std::string_view name_of(TracePhase phase) {
     case TracePhase::keys: return "wait for keys and values";
     case TracePhase::weights: return "wait for weights";
     case TracePhase::correct: return "scale output";
+    case TracePhase::operands: return "wait for operands";
+    case TracePhase::issue_scores: return "issue S";
+    case TracePhase::issue_dp: return "issue dP";
+    case TracePhase::issue_dv: return "issue dV";
+    case TracePhase::issue_dk: return "issue dK";
+    case TracePhase::issue_dq: return "issue dQ";
+    case TracePhase::dp: return "wait for dP";
+    case TracePhase::differentiate: return "make dS";
+    case TracePhase::dq: return "wait for dQ";
+    case TracePhase::reduce: return "add dQ";
+    case TracePhase::dscores: return "wait for dS";
+    case TracePhase::exchange: return "exchange dS";
   }
   return "unknown";
 }

@@ -231,6 +231,7 @@ BwdParams fill_params(const BackwardCall& call, const BwdConfig& config,
   params.q_blocks = static_cast<int32>(query_blocks(p, config));
   params.key_blocks = static_cast<int32>(key_blocks(p, config));
   params.section = pairs_in_cache(p, chip);
+  params.trace = call.trace;
   return params;
 }
 
@@ -343,6 +344,7 @@ std::string config_value(const BwdConfig& c) {
   config.flag("tensor_memory", c.tensor_memory);
   config.flag("pair", c.pair);
   config.flag("issue_order", c.issue_order);
+  if (c.trace) config.flag("trace", c.trace);
   return config.value();
 }
 
@@ -421,6 +423,10 @@ std::size_t backward_workspace_bytes(const BackwardCall& call, const BwdConfig& 
   return Scratch(call.problem, config, bias, 0).bytes;
 }
 
+std::int64_t backward_ctas(const Problem& p, const BwdConfig& config) {
+  return key_blocks(p, config) * p.heads_kv * sequences(p);
+}
+
 BackwardKernels::BackwardKernels(Device& device, const BwdConfig& config,
                                  const Gradients& gradients, Jit& jit)
     : device_(device), config_(config) {
@@ -469,7 +475,7 @@ void BackwardKernels::run(const BackwardCall& call, Stream stream) const {
   const Gradients& g = call.gradients;
   BwdParams params = fill_params(call, config_, device_.properties());
   const std::uint32_t row_ctas = checked_grid(query_blocks(p, config_) * p.heads_q * sequences(p));
-  const std::uint32_t key_ctas = checked_grid(key_blocks(p, config_) * p.heads_kv * sequences(p));
+  const std::uint32_t key_ctas = checked_grid(backward_ctas(p, config_));
   const RowExtents queries = query_extents(p);
   const RowExtents keys = key_extents(p);
   if (queries.of[0] > 0 && queries.of[1] > 0) {

@@ -1,7 +1,7 @@
 // The backward pass on a GPU: problem -> configuration -> kernel texts -> launches, over the device
 // seam. Three kernels follow each other in the stream: what is needed of each row, dk and dv with
 // the sums of dq, and dq from its sums (device/bwd_rows.cuh, device/bwd_sm90.cuh,
-// device/bwd_sm100.cuh); where they are // asked for, also the gradients of the sinks and of the
+// device/bwd_sm100.cuh); where they are asked for, also the gradients of the sinks and of the
 // bias (device/bwd_bias.cuh).
 #pragma once
 
@@ -47,10 +47,14 @@ struct BackwardCall {
   // backward_workspace_bytes() with any content, 256-byte aligned, in use until the stream has
   // passed.
   DeviceAddress workspace = 0;
+  core::TraceBuffer trace = {};  // for a configuration that traces
 };
 
 std::size_t backward_workspace_bytes(const BackwardCall& call, const core::BwdConfig& config,
                                      const DeviceProperties& chip);
+
+// CTAs of the main kernel.
+std::int64_t backward_ctas(const core::Problem& problem, const core::BwdConfig& config);
 
 // The compiled and loaded kernels. Their device must outlive them.
 class BackwardKernels {

@@ -25,7 +25,7 @@ std::vector<std::string> backward_products_sm100() {
     texts.push_back(tcgen05_mma_text({.a_in_tensor_memory = true, .cta_group = cta_group}));
   }
   for (const int words : {16, 32}) texts.push_back(tcgen05_load_text(words));
-  texts.push_back(tcgen05_store_text(16));
+  for (const int words : {8, 16}) texts.push_back(tcgen05_store_text(words));
   return texts;
 }
 

@@ -13,16 +13,17 @@ namespace fovea {
 struct GradientArgument {
   std::string_view name;
   Tensor Gradients::*tensor;
+  core::View core::Gradients::*view;
   bool is_output = false;
 };
 inline constexpr std::array<GradientArgument, 7> gradient_arguments{
-    {{"dout", &Gradients::dout},
-     {"dlse", &Gradients::dlse},
-     {"dq", &Gradients::dq, true},
-     {"dk", &Gradients::dk, true},
-     {"dv", &Gradients::dv, true},
-     {"dsink", &Gradients::dsink, true},
-     {"dbias", &Gradients::dbias, true}}};
+    {{"dout", &Gradients::dout, &core::Gradients::dout},
+     {"dlse", &Gradients::dlse, &core::Gradients::dlse},
+     {"dq", &Gradients::dq, &core::Gradients::dq, true},
+     {"dk", &Gradients::dk, &core::Gradients::dk, true},
+     {"dv", &Gradients::dv, &core::Gradients::dv, true},
+     {"dsink", &Gradients::dsink, &core::Gradients::dsink, true},
+     {"dbias", &Gradients::dbias, &core::Gradients::dbias, true}}};
 
 // Throws Error at the first fault of the gradients, beside a problem that validate() accepted.
 // Reads no tensor data; allocates nothing unless it throws.

@@ -1,4 +1,5 @@
-// fovea::trace(): a forward kernel of a tracing configuration, run on copies of a problem.
+// fovea::trace() and trace_backward(): kernels of tracing configurations, run on copies of a
+// problem.
 #include <algorithm>
 #include <deque>
 #include <span>
@@ -9,8 +10,10 @@
 #include "fovea/fovea.hpp"
 #include "fovea/kernels.hpp"
 #include "model/timeline.h"
+#include "runtime/backward_gpu.h"
 #include "runtime/device.h"
 #include "runtime/forward_gpu.h"
+#include "runtime/gradients.h"
 #include "runtime/problem.h"
 
 namespace fovea {
@@ -96,6 +99,8 @@ core::SoftmaxPolicy policy_of(Softmax softmax) {
 constexpr std::string_view roles_sm90[] = {"load", "compute 0", "compute 1", "compute 2"};
 constexpr std::string_view roles_sm100[] = {"load",      "multiply", "softmax 0",
                                             "softmax 1", "correct",  "store"};
+constexpr std::string_view roles_backward_sm100[] = {"load",      "multiply", "compute 0",
+                                                     "compute 1", "reduce",   "relay"};
 
 runtime::ForwardConfig tracing_config(const core::Problem& p, const Options& options,
                                       const runtime::DeviceProperties& chip) {
@@ -107,16 +112,69 @@ runtime::ForwardConfig tracing_config(const core::Problem& p, const Options& opt
   return config;
 }
 
+std::unique_ptr<runtime::Device> open_traced(const Options& options) {
+  const bool traces = options.device == Device::cuda || options.device == Device::emulated_sm90a ||
+                      options.device == Device::emulated_sm100a ||
+                      options.device == Device::emulated_sm103a;
+  if (!traces) {
+    throw Error("device is " + std::string(name(options.device)) +
+                ", but a timeline needs cuda, emulated:sm_90a, emulated:sm_100a or "
+                "emulated:sm_103a");
+  }
+  return runtime::open_device(name(options.device));
+}
+
+void check_cta(int cta, std::int64_t ctas) {
+  if (cta < 0 || cta >= ctas) {
+    throw Error("cta is " + std::to_string(cta) + ", but the launch has " + std::to_string(ctas));
+  }
+}
+
+// The events of a launch of one CTA, as a document.
+class Events {
+ public:
+  Events(runtime::Device& device, Copies& copies, int cta)
+      : device_(device),
+        words_(std::size_t{core::trace_roles} * events_per_role),
+        written_(copies.zeros(bytes())),
+        cta_(cta) {}
+
+  core::TraceBuffer buffer() const {
+    return {reinterpret_cast<core::uint64*>(written_), events_per_role, cta_};
+  }
+
+  // Of the last of several launches on a GPU: the first ones fill caches and raise clocks.
+  template <typename Launch>
+  void record(bool emulated, const Launch& launch) {
+    for (int i = 0; i < (emulated ? 1 : 5); ++i) {
+      device_.fill(written_, 0, bytes());
+      launch();
+    }
+    device_.copy_to_host(words_.data(), written_, bytes());
+    device_.synchronize();
+    unit_ = emulated ? "the launch's warp instructions" : "the multiprocessor's cycles";
+  }
+
+  std::string document(std::string_view kernel, std::span<const std::string_view> roles) const {
+    const std::string title =
+        std::string(kernel) + " on " + device_.properties().name + ", CTA " + std::to_string(cta_);
+    return model::trace_json({title, unit_, events_per_role, words_, roles});
+  }
+
+ private:
+  std::size_t bytes() const { return words_.size() * sizeof(core::uint64); }
+
+  runtime::Device& device_;
+  std::vector<core::uint64> words_;
+  runtime::DeviceAddress written_;
+  int cta_;
+  std::string_view unit_;
+};
+
 }  // namespace
 
 std::string trace(const Problem& problem, const Options& options, int cta) {
-  if (options.device != Device::cuda && options.device != Device::emulated_sm90a &&
-      options.device != Device::emulated_sm100a) {
-    throw Error("device is " + std::string(name(options.device)) +
-                ", but a timeline needs cuda, emulated:sm_90a or emulated:sm_100a");
-  }
-  const bool emulated = options.device != Device::cuda;
-  const std::unique_ptr<runtime::Device> device = runtime::open_device(name(options.device));
+  const std::unique_ptr<runtime::Device> device = open_traced(options);
   Copies copies(*device);
   runtime::ForwardCall call;
   call.problem = copy_to_device(problem, copies);
@@ -129,33 +187,50 @@ std::string trace(const Problem& problem, const Options& options, int cta) {
         return runtime::fill_forward_params(params, call, of_chip, device->properties());
       },
       config);
-  if (cta < 0 || static_cast<std::uint32_t>(cta) >= tiles.ctas) {
-    throw Error("cta is " + std::to_string(cta) + ", but the launch has " +
-                std::to_string(tiles.ctas));
-  }
+  check_cta(cta, tiles.ctas);
   call.scheduler = copies.zeros(2 * sizeof(core::uint32));
   const std::size_t workspace =
       runtime::forward_workspace_bytes(call.problem, config, device->properties().sm_count);
   if (workspace > 0) call.workspace = copies.zeros(workspace);
-  std::vector<core::uint64> events(std::size_t{core::trace_roles} * events_per_role);
-  const std::size_t bytes = events.size() * sizeof(core::uint64);
-  const runtime::DeviceAddress written = copies.zeros(bytes);
-  call.trace = {reinterpret_cast<core::uint64*>(written), events_per_role, cta};
-
-  const int launches = emulated ? 1 : 5;  // the first ones fill caches and raise clocks
-  for (int i = 0; i < launches; ++i) {
-    device->fill(written, 0, bytes);
-    kernel.run(call);
-  }
-  device->copy_to_host(events.data(), written, bytes);
-  device->synchronize();
+  Events events(*device, copies, cta);
+  call.trace = events.buffer();
+  events.record(options.device != Device::cuda, [&] { kernel.run(call); });
   const bool hopper = std::holds_alternative<core::FwdConfig>(config);
-  const std::string title = std::string(hopper ? "fwd_sm90" : "fwd_sm100") + " on " +
-                            device->properties().name + ", CTA " + std::to_string(cta);
-  return model::trace_json(
-      {title, emulated ? "the launch's warp instructions" : "the multiprocessor's cycles",
-       events_per_role, events,
-       hopper ? std::span<const std::string_view>(roles_sm90) : std::span(roles_sm100)});
+  return events.document(
+      hopper ? "fwd_sm90" : "fwd_sm100",
+      hopper ? std::span<const std::string_view>(roles_sm90) : std::span(roles_sm100));
+}
+
+std::string trace_backward(const Problem& problem, const Gradients& gradients,
+                           const Options& options, int cta) {
+  const std::unique_ptr<runtime::Device> device = open_traced(options);
+  const std::string arch = device->properties().arch;
+  if (!runtime::is_blackwell(arch)) {
+    throw Unsupported("the backward kernel for " + arch +
+                      " writes no timeline, those for sm_100a and sm_103a do: take "
+                      "emulated:sm_100a");
+  }
+  Copies copies(*device);
+  runtime::BackwardCall call;
+  call.problem = copy_to_device(problem, copies);
+  call.gradients = validate(problem, gradients);
+  for (const GradientArgument& argument : gradient_arguments) {
+    copies.move(call.gradients.*argument.view, gradients.*argument.tensor);
+  }
+  const std::vector<std::string> reasons =
+      runtime::backward_supports(call.problem, call.gradients, arch);
+  if (!reasons.empty()) throw Unsupported("the backward kernel: " + reasons.front());
+  core::BwdConfig config =
+      runtime::choose_backward(call.problem, call.gradients, arch, options.configuration);
+  config.trace = true;
+  check_cta(cta, runtime::backward_ctas(call.problem, config));
+  const runtime::BackwardKernels kernels(*device, config, call.gradients);
+  call.workspace =
+      copies.zeros(runtime::backward_workspace_bytes(call, config, device->properties()));
+  Events events(*device, copies, cta);
+  call.trace = events.buffer();
+  events.record(options.device != Device::cuda, [&] { kernels.run(call); });
+  return events.document("bwd_sm100", roles_backward_sm100);
 }
 
 }  // namespace fovea

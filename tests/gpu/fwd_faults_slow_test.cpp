@@ -1,6 +1,6 @@
 // Fault injection into the forward kernels: waits, arrivals, fences and barriers broken once each,
-// and run by the emulator. Of Hopper's all, of Blackwell's a share drawn by a seed, or all
-// (FOVEA_ALL_FAULTS=1). Prints a table, and every fault that goes unnoticed.
+// and run by the emulator. Of Hopper's all, of Blackwell's, in 16 and in 8 bits, a share drawn by a
+// seed, or all (FOVEA_ALL_FAULTS=1). Prints a table, and every fault that goes unnoticed.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -11,12 +11,16 @@
 #include <iterator>
 #include <random>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "core/fp8.h"
 #include "core/numeric.h"
+#include "cpu/quantize.h"
 #include "fovea/fovea.hpp"
 #include "runtime/disk_cache.h"
+#include "runtime/forward_fp8.h"
 #include "runtime/forward_gpu.h"
 #include "runtime/source.h"
 #include "tests/explained.h"
@@ -55,6 +59,44 @@ core::Problem problem(const Shape& shape) {
   return p;
 }
 
+// q, k and v of a shape, and what quantisation makes of them.
+struct Input {
+  core::Problem problem;
+  std::vector<core::uint16> values[3];
+  std::vector<core::uint8> q_codes, k_codes, v_codes;
+  std::vector<float> q_scale;
+  std::vector<core::KeyScale> key_scale;
+
+  explicit Input(const Shape& shape) : problem(tests::problem(shape)) {
+    core::View* const views[] = {&problem.q, &problem.k, &problem.v};
+    for (std::size_t index = 0; index < 3; ++index) {
+      values[index].resize(count());
+      views[index]->data = values[index].data();
+      std::mt19937_64 random(index);
+      std::uniform_real_distribution<double> uniform(-1.0, 1.0);
+      for (std::size_t i = 0; i < count(); ++i) {
+        // Later keys outgrow the first, so that outputs are rescaled.
+        const double along = static_cast<double>(i) / static_cast<double>(count());
+        const double size = index == 1 ? 1.0 + 4.0 * along : 1.0;
+        values[index][i] = core::float_to_bf16(static_cast<float>(size * uniform(random)));
+      }
+    }
+    const core::Fp8Layout layout = core::fp8_layout(problem);
+    q_codes.resize(static_cast<std::size_t>(layout.q_bytes));
+    k_codes.resize(static_cast<std::size_t>(layout.k_bytes));
+    v_codes.resize(static_cast<std::size_t>(layout.v_bytes));
+    q_scale.resize(static_cast<std::size_t>(layout.q_scale_bytes) / sizeof(float));
+    key_scale.resize(static_cast<std::size_t>(layout.key_scale_bytes) / sizeof(core::KeyScale));
+    cpu::quantize(
+        problem, {core::ScaleGranularity::block, true, 7, core::DType::e4m3},
+        {q_codes.data(), k_codes.data(), v_codes.data(), q_scale.data(), key_scale.data()});
+  }
+
+  std::size_t count() const {
+    return static_cast<std::size_t>(problem.batch * problem.seqlen_q * head_dim);
+  }
+};
+
 runtime::EmulationOptions on_one_sm(runtime::EmulationOptions::Order order, std::uint64_t seed) {
   runtime::EmulationOptions options;
   options.order = order;
@@ -63,15 +105,28 @@ runtime::EmulationOptions on_one_sm(runtime::EmulationOptions::Order order, std:
   return options;
 }
 
-// A kernel whose text is exchanged in the cache that it is loaded from.
+// A kernel, of 8 bits where its configuration says so, whose text is exchanged in the cache that
+// it is loaded from.
 class Bench {
+  bool is_eight_bit() const {
+    const auto* blackwell = std::get_if<core::Fwd100Config>(&config_);
+    return blackwell != nullptr && core::is_eight_bit(*blackwell);
+  }
+
+  template <typename Use>
+  auto with_kernel(runtime::Device& device, const Use& use) const {
+    runtime::Jit jit({folder_.path(), cache_bytes});
+    return is_eight_bit() ? use(runtime::ForwardFp8Kernel(device, config_, jit))
+                          : use(runtime::ForwardKernel(device, config_, jit));
+  }
+
  public:
   Bench(const runtime::ForwardConfig& config, std::string device)
       : config_(config), device_(std::move(device)) {
-    runtime::Jit jit({folder_.path(), cache_bytes});
-    const auto device_open = runtime::open_device(device_);
-    const runtime::ForwardKernel kernel(*device_open, config_, jit);
-    original_ = kernel.compiled().image->bytes;
+    for (const Shape& shape : shapes) inputs_.emplace_back(shape);
+    const auto opened = runtime::open_device(device_);
+    original_ =
+        with_kernel(*opened, [](const auto& kernel) { return kernel.compiled().image->bytes; });
     for (const auto& file : std::filesystem::directory_iterator(folder_.path())) {
       const std::string name = file.path().stem().string();
       key_ = name.substr(0, name.find('-'));
@@ -84,7 +139,10 @@ class Bench {
   }
 
   const std::string& original() const { return original_; }
-  std::string kernel_name() const { return runtime::kernel_name(runtime::forward_text(config_)); }
+  std::string kernel_name() const {
+    return runtime::kernel_name(is_eight_bit() ? runtime::forward_fp8_text(config_)
+                                               : runtime::forward_text(config_));
+  }
   bool right(std::size_t shape) const { return output_ == expected_[shape]; }
 
   // Whether the emulator has something to say.
@@ -92,41 +150,43 @@ class Bench {
     const runtime::DiskCache cache(folder_.path(), cache_bytes);
     cache.store(key_, compiler_, {ptx, ""});
     const auto device = runtime::open_device(device_, options);
-    core::Problem p = problem(shapes[shape]);
-    const std::size_t count = static_cast<std::size_t>(p.batch * p.seqlen_q * head_dim);
-    std::vector<core::uint16> values(count);
-    const DeviceBuffer memory(*device, 4 * count * 2);
-    const auto place = [&](core::View& view, std::uint64_t index) {
-      std::mt19937_64 random(index);
-      std::uniform_real_distribution<double> uniform(-1.0, 1.0);
-      for (std::size_t i = 0; i < count; ++i) {
-        // Later keys outgrow the first, so that outputs are rescaled.
-        const double along = static_cast<double>(i) / static_cast<double>(count);
-        const double size = index == 1 ? 1.0 + 4.0 * along : 1.0;
-        values[i] = core::float_to_bf16(static_cast<float>(size * uniform(random)));
-      }
-      const std::uint64_t at = memory.address() + index * count * 2;
-      device->copy_to_device(at, values.data(), count * 2);
-      view.data = reinterpret_cast<void*>(at);
+    const Input& input = inputs_[shape];
+    std::vector<DeviceBuffer> memory;
+    const auto upload = [&](const auto& list) {
+      const std::size_t bytes = list.size() * sizeof(list[0]);
+      memory.emplace_back(*device, bytes);
+      device->copy_to_device(memory.back().address(), list.data(), bytes);
+      return memory.back().address();
     };
-    place(p.q, 0);
-    place(p.k, 1);
-    place(p.v, 2);
-    p.out.data = reinterpret_cast<void*>(memory.address() + 3 * count * 2);
-    const DeviceBuffer scheduler(*device, 8);
-    device->fill(scheduler.address(), 0, 8);
-    output_.assign(count, 0);
+    runtime::ForwardCall call;
+    call.problem = input.problem;
+    output_.assign(input.count(), 0);
+    const runtime::DeviceAddress out = upload(output_);
+    call.problem.out.data = reinterpret_cast<void*>(out);
+    call.scheduler = upload(std::array<core::uint32, 2>{});
+    runtime::Fp8Operands codes;
+    if (is_eight_bit()) {
+      codes = {upload(input.q_codes), upload(input.k_codes), upload(input.v_codes),
+               upload(input.q_scale), upload(input.key_scale)};
+    } else {
+      call.problem.q.data = reinterpret_cast<void*>(upload(input.values[0]));
+      call.problem.k.data = reinterpret_cast<void*>(upload(input.values[1]));
+      call.problem.v.data = reinterpret_cast<void*>(upload(input.values[2]));
+    }
+    const auto launch = [&](const auto& kernel) {
+      if constexpr (std::is_same_v<decltype(kernel), const runtime::ForwardFp8Kernel&>) {
+        kernel.run(call, codes);
+      } else {
+        kernel.run(call);
+      }
+      return true;
+    };
     try {
-      runtime::Jit jit({folder_.path(), cache_bytes});
-      const runtime::ForwardKernel kernel(*device, config_, jit);
-      runtime::ForwardCall call;
-      call.problem = p;
-      call.scheduler = scheduler.address();
-      kernel.run(call);
+      with_kernel(*device, launch);
     } catch (const DeviceError&) {
       return true;
     }
-    device->copy_to_host(output_.data(), memory.address() + 3 * count * 2, count * 2);
+    device->copy_to_host(output_.data(), out, 2 * output_.size());
     return false;
   }
 
@@ -135,6 +195,7 @@ class Bench {
   TemporaryFolder folder_;
   runtime::ForwardConfig config_;
   std::string device_;
+  std::vector<Input> inputs_;
   std::string original_, key_, compiler_;
   std::vector<core::uint16> output_;
   std::array<std::vector<core::uint16>, std::size(shapes)> expected_;
@@ -198,20 +259,38 @@ TEST(ForwardFaults, NearlyEveryOneIsReported) {
   EXPECT_GE(table.all().reported, table.all().total - 6);
 }
 
-// Blackwell's kernel has three times as many such instructions: one in six is broken, unless all
-// are asked for.
+// Blackwell's kernel has three times as many such instructions: one in so many is broken, unless
+// all are asked for.
+void break_blackwell(const core::Fwd100Config& config, std::uint64_t share) {
+  Bench bench(config, "emulated:sm_100a");
+  const bool every = std::getenv("FOVEA_ALL_FAULTS") != nullptr;
+  const FaultTable::Row all = break_kernel(bench, every ? 1 : share).all();
+  EXPECT_EQ(all.reported + all.explained, all.total);
+  EXPECT_GT(all.total, 10);
+  // A draw of few may be less lucky.
+  EXPECT_GE(100 * all.reported, (every ? 95 : 85) * all.total);
+}
+
 TEST(ForwardFaults, NearlyEveryOneIsReportedOnBlackwell) {
   core::Fwd100Config config = runtime::choose_forward_sm100(
       problem(shapes[0]), core::SoftmaxPolicy::conditional, "sm_100a");
   config.stages = 2;
-  Bench bench(config, "emulated:sm_100a");
-  const bool every = std::getenv("FOVEA_ALL_FAULTS") != nullptr;
-  const FaultTable table = break_kernel(bench, every ? 1 : 6);
-  const FaultTable::Row all = table.all();
-  EXPECT_EQ(all.reported + all.explained, all.total);
-  EXPECT_GT(all.total, 20);
-  // A draw of few may be less lucky.
-  EXPECT_GE(100 * all.reported, (every ? 95 : 85) * all.total);
+  break_blackwell(config, 6);
+}
+
+core::Fwd100Config eight_bits(core::SoftmaxPolicy softmax) {
+  core::Fwd100Config config =
+      runtime::choose_forward_fp8_sm100(problem(shapes[0]), softmax, "sm_100a", core::DType::e4m3);
+  config.stages = 2;
+  return config;
+}
+
+TEST(ForwardFaults, NearlyEveryOneIsReportedOnBlackwellIn8Bits) {
+  break_blackwell(eight_bits(core::SoftmaxPolicy::conditional), 12);
+}
+
+TEST(ForwardFaults, NearlyEveryOneIsReportedOnBlackwellIn8BitsGuarded) {
+  break_blackwell(eight_bits(core::SoftmaxPolicy::sum_guard), 12);
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include "fovea/fovea.hpp"
 #include "fovea/kernels.hpp"
 #include "model/timeline.h"
+#include "runtime/backward_gpu.h"
 #include "runtime/forward_gpu.h"
 #include "runtime/jit.h"
 
@@ -92,14 +93,11 @@ TEST(Trace, ShowsEveryRoleOfAnEmulatedCta) {
   }
 }
 
-// A role each for loading, products, both softmax warpgroups, corrections and stores.
-TEST(Trace, ShowsEveryRoleOfAnEmulatedBlackwellCta) {
-  Tensors tensors(512, 128);
-  Options options;
-  options.device = Device::emulated_sm100a;
-  const Json file = Json::parse(trace(tensors.problem, options));
+// Spans of each role that an emulated timeline shows.
+std::map<int, std::set<std::string>> phases_of(const std::string& document) {
   std::map<int, std::set<std::string>> phases;
   std::map<int, double> end;
+  const Json file = Json::parse(document);
   for (const Json& event : file.at("traceEvents")) {
     if (event.at("ph") != "X") continue;
     const int role = event.at("tid");
@@ -107,6 +105,15 @@ TEST(Trace, ShowsEveryRoleOfAnEmulatedBlackwellCta) {
     end[role] = event.at("ts").get<double>() + event.at("dur").get<double>();
     phases[role].insert(event.at("name"));
   }
+  return phases;
+}
+
+// A role each for loading, products, both softmax warpgroups, corrections and stores.
+TEST(Trace, ShowsEveryRoleOfAnEmulatedBlackwellCta) {
+  Tensors tensors(512, 128);
+  Options options;
+  options.device = Device::emulated_sm100a;
+  const auto phases = phases_of(trace(tensors.problem, options));
   ASSERT_EQ(phases.size(), 6u);
   const std::set<std::string> expected[] = {
       {"tile", "wait for free memory", "copy"},
@@ -117,8 +124,44 @@ TEST(Trace, ShowsEveryRoleOfAnEmulatedBlackwellCta) {
       {"tile", "wait for output", "store"}};
   for (int role = 0; role < 6; ++role) {
     for (const std::string& phase : expected[role]) {
-      EXPECT_TRUE(phases[role].contains(phase)) << phase << " of role " << role;
+      EXPECT_TRUE(phases.at(role).contains(phase)) << phase << " of role " << role;
     }
+  }
+}
+
+// One CTA, and a pair, whose relay is a role more.
+TEST(Trace, ShowsEveryRoleOfBlackwellsBackward) {
+  for (const int seqlen : {128, 256}) {
+    Tensors tensors(seqlen, 128);
+    std::vector<float> lse(static_cast<std::size_t>(2 * seqlen));
+    tensors.problem.lse = contiguous(lse.data(), DType::f32, {1, 2, seqlen, 1});
+    std::vector<std::uint16_t> gradients(tensors.data.size());
+    const auto at = [&](std::ptrdiff_t i) {
+      const std::ptrdiff_t count = std::ptrdiff_t{2} * seqlen * 128;
+      return bshd(gradients.data() + i * count, DType::bf16, 1, seqlen, 2, 128);
+    };
+    Gradients g;
+    g.dout = at(0);
+    g.dq = at(1);
+    g.dk = at(2);
+    g.dv = at(3);
+    Options options;
+    options.device = Device::emulated_sm100a;
+    const auto phases = phases_of(trace_backward(tensors.problem, g, options));
+    EXPECT_EQ(gradients, std::vector<std::uint16_t>(gradients.size())) << "nothing is written";
+    const std::set<std::string> compute = {"wait for scores", "softmax",         "wait for dP",
+                                           "make dS",         "wait for output", "store"};
+    std::map<int, std::set<std::string>> expected = {
+        {0, {"wait for free memory", "copy"}},
+        {1, {"wait for operands", "issue S", "issue dP", "issue dV", "issue dK", "issue dQ"}},
+        {2, compute},
+        {3, compute},
+        {4, {"wait for dQ", "wait for turn", "add dQ"}}};
+    if (seqlen > 128) expected[5] = {"wait for dS", "exchange dS"};
+    EXPECT_EQ(phases, expected) << seqlen << " keys";
+    EXPECT_THROW((void)trace_backward(tensors.problem, g, options, 1000), Error);
+    options.device = Device::emulated_sm90a;
+    EXPECT_THROW((void)trace_backward(tensors.problem, g, options), Unsupported);
   }
 }
 
@@ -134,14 +177,21 @@ TEST(Trace, RefusesWhatHasNoTimeline) {
 
 TEST(Trace, IsInTracingBlackwellKernelsAlone) {
   for (const bool traced : {false, true}) {
+    core::BwdConfig backward;
+    backward.tensor_memory = true;
+    backward.trace = traced;
     core::Fwd100Config config;
     config.trace = traced;
     runtime::CompileRequest request;
     request.text = runtime::forward_text(config);
     request.arch = "sm_100a";
     request.format = runtime::ImageFormat::ptx;
-    const auto ptx = runtime::default_jit().compile(request).image;
-    EXPECT_EQ(ptx->bytes.find("%clock64") != std::string::npos, traced);
+    for (const std::string& text :
+         {request.text, runtime::backward_text(backward, runtime::BackwardPart::main)}) {
+      request.text = text;
+      const auto ptx = runtime::default_jit().compile(request).image;
+      EXPECT_EQ(ptx->bytes.find("%clock64") != std::string::npos, traced);
+    }
   }
 }
 
