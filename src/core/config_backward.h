@@ -158,11 +158,12 @@ struct BwdParams {
   const float* dlse = nullptr;
   int64 dlse_stride[3] = {};
 
-  float* lse_log2 = nullptr;  // scratch; infinity where a row sees nothing
-  float* delta = nullptr;     // scratch: dout out - dlse
-  float* dq_sums = nullptr;   // scratch
-  uint32* turns = nullptr;    // scratch, deterministic: blocks of keys that have added to a block
-                              // (pair: pairs of blocks, and one counter for each half of its rows)
+  float* lse_log2 = nullptr;    // scratch; infinity where a row sees nothing
+  float* delta = nullptr;       // scratch: dout out - dlse
+  float* dq_sums = nullptr;     // scratch
+  uint32* scheduler = nullptr;  // scratch: blocks of keys dealt beyond the first of each CTA
+  uint32* turns = nullptr;      // scratch, deterministic: blocks of keys that have added to a block
+                            // (pair: pairs of blocks, and one counter for each half of its rows)
 
   void* dq = nullptr;
   int64 dq_stride[4] = {};
@@ -199,6 +200,7 @@ struct BwdParams {
 
   int32 q_blocks = 0;    // of the longest sequence
   int32 key_blocks = 0;  // of the longest sequence
+  int32 tiles = 0;       // blocks of keys of all sequences and KV heads
   int32 section = 1;     // (sequence, KV head) pairs whose tiles are dealt together, longest first
 
   // What modifies scores, as in the forward pass; strides by (batch, head, query, key).

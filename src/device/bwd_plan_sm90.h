@@ -22,10 +22,12 @@ struct alignas(16) BwdWork {
   int32 block_begin, block_end;  // their blocks
   int32 open_begin, open_end;    // those of which every row exists and sees every key
   int32 key_begin;               // first key of the block
+  bool last;                     // no block, but the end of them
 
-  __forceinline__ void find(const BwdParams& params) {
-    const PairBlock at = pair_block(static_cast<int32>(blockIdx.x), params.batch * params.heads_kv,
-                                    params.section, params.key_blocks);
+  // Block `index` in the order in which they are dealt.
+  __forceinline__ void find(const BwdParams& params, int32 index) {
+    const PairBlock at =
+        pair_block(index, params.batch * params.heads_kv, params.section, params.key_blocks);
     const int32 b = at.pair / params.heads_kv;
     sequence = bwd_sequence<C>(params, b);
     head_kv = at.pair - b * params.heads_kv;
@@ -54,6 +56,7 @@ struct alignas(16) BwdWork {
   }
 
   __forceinline__ bool exists() const { return key_begin < sequence.capacity_k; }
+  __forceinline__ bool is_seen() const { return block_begin < block_end; }
 };
 
 // The blocks of rows that a CTA visits, of one head after the other.
@@ -115,8 +118,10 @@ struct BwdPlan {
   Ring<dout_stages> dout_ring;  // with delta. free: each computing warp
   Ring<1> dq_ring[2];           // full: the threads of a warpgroup; free: the adding thread
   Ring<2> scores_ring;          // dq_apart. full: each computing warp; free: each warp of dq
-  Barrier keys_full;
-  BwdWork<C> work;
+  Ring<1> keys_ring;            // k and v. free: each computing warp
+  Ring<2> work_ring;            // free: each computing warp, and whoever adds dq
+  int32 index;                  // of the next block of keys, of the loading thread alone
+  BwdWork<C> work[2];
 
   static constexpr uint32 consumer_warps = 8;
 
@@ -130,6 +135,11 @@ struct BwdPlan {
   static_assert(C.head_dim % core::panel_columns == 0 && C.head_dim_v % core::panel_columns == 0);
   static_assert(C.split_columns || (C.head_dim == C.head_dim_v && C.head_dim <= 128));
 };
+
+// Keys come with each block, in a ring of one stage where those have two.
+__forceinline__ RingState<1> keys_state(const RingState<2>& work_state) {
+  return {0, static_cast<uint32>(work_state.stage)};
+}
 
 // The panels of columns of a tensor that a warpgroup has.
 struct Panels {
@@ -160,9 +170,34 @@ struct BwdLoad {
   using Plan = BwdPlan<C>;
   Plan& plan;
   const BwdParams& params;
-  const BwdWork<C>& work;
   RingState<2> q_state;
   RingState<Plan::dout_stages> dout_state;
+  RingState<2> work_state;
+
+  __forceinline__ const BwdWork<C>& work() const { return plan.work[work_state.stage]; }
+
+  // Blocks of keys as they come: the first by place, further ones from a counter that all CTAs
+  // share, or, without one, in rounds.
+  __forceinline__ int32 next(int32 index) const {
+    if (params.scheduler == nullptr) return index + static_cast<int32>(gridDim.x);
+    return static_cast<int32>(gridDim.x + atomicAdd(params.scheduler, 1u));
+  }
+
+  // Tells the others which block of keys comes next, or that none does; returns whether one does.
+  __forceinline__ bool publish() {
+    plan.work_ring.wait_free(work_state);
+    BwdWork<C>& work = plan.work[work_state.stage];
+    while (true) {
+      const int32 index = plan.index < 0 ? static_cast<int32>(blockIdx.x) : next(plan.index);
+      plan.index = index;
+      work.last = index >= params.tiles;
+      if (work.last) break;
+      work.find(params, index);
+      if (work.exists()) break;
+    }
+    mbarrier_arrive(plan.work_ring.full[work_state.stage]);
+    return !work.last;
+  }
 
   __forceinline__ void load_panels(SharedAddress memory, const TensorMap* map, Barrier& barrier,
                                    int32 panels, int32 tile_rows, int32 row, int32 head,
@@ -174,14 +209,17 @@ struct BwdLoad {
   }
 
   __forceinline__ void load_keys() {
-    const BwdSequence& s = work.sequence;
-    mbarrier_arrive_expect_bytes(plan.keys_full, Plan::k_bytes + Plan::v_bytes);
+    const BwdSequence& s = work().sequence;
     const CachePolicy policy = cache_policy_evict_first();
-    const int32 row = s.row_k + work.key_begin;
-    load_panels(shared_address(plan.k), &params.k, plan.keys_full, Plan::panels, Plan::keys, row,
-                work.head_kv, s.batch_k, policy);
-    load_panels(shared_address(plan.v), &params.v, plan.keys_full, Plan::panels_v, Plan::keys, row,
-                work.head_kv, s.batch_k, policy);
+    const int32 row = s.row_k + work().key_begin;
+    const int32 head = work().head_kv;
+    Barrier& barrier = plan.keys_ring.full[0];
+    plan.keys_ring.wait_free(keys_state(work_state));
+    plan.keys_ring.expect(keys_state(work_state), Plan::k_bytes + Plan::v_bytes);
+    load_panels(shared_address(plan.k), &params.k, barrier, Plan::panels, Plan::keys, row, head,
+                s.batch_k, policy);
+    load_panels(shared_address(plan.v), &params.v, barrier, Plan::panels_v, Plan::keys, row, head,
+                s.batch_k, policy);
   }
 
   // Query rows of one tensor, and one number for each row.
@@ -190,7 +228,7 @@ struct BwdLoad {
                                  int32 panels, const TensorMap* map, float* row_memory,
                                  const float* row_numbers, int32 head, int32 block, int64 number) {
     constexpr uint32 number_bytes = Plan::rows * 4;
-    const BwdSequence& s = work.sequence;
+    const BwdSequence& s = work().sequence;
     const auto stage = static_cast<uint32>(state.stage);
     const uint32 bytes = panels * Plan::rows * Plan::row_bytes;
     ring.wait_free(state);
@@ -210,16 +248,24 @@ struct BwdLoad {
               plan.delta[0], params.delta, head, block, number);
   }
 
-  __forceinline__ void run() {
-    if (work.block_begin >= work.block_end) return;
-    load_keys();
+  __forceinline__ void load_blocks() {
     for (int32 i = 0; i < params.group_size; ++i) {
-      const int32 head = work.head_kv * params.group_size + i;
-      const int64 first = first_block<C>(params, work.sequence, head);
+      const int32 head = work().head_kv * params.group_size + i;
+      const int64 first = first_block<C>(params, work().sequence, head);
+      const int32 end = work().block_end;
 #pragma unroll 1
-      for (int32 block = work.block_begin; block < work.block_end; ++block) {
+      for (int32 block = work().block_begin; block < end; ++block) {
         load_block(head, block, first + block);
       }
+    }
+  }
+
+  __forceinline__ void run() {
+#pragma unroll 1
+    while (publish()) {
+      load_keys();
+      load_blocks();
+      work_state.advance();
     }
   }
 };
@@ -231,16 +277,18 @@ struct BwdAdd {
   using Plan = BwdPlan<C>;
   Plan& plan;
   const BwdParams& params;
-  const BwdWork<C>& work;
+  RingState<2> work_state;
   RingState<1> state[2];
+
+  __forceinline__ const BwdWork<C>& work() const { return plan.work[work_state.stage]; }
 
   // How many blocks of keys add to a block of rows before this one.
   __forceinline__ uint32 turn(int32 block) const {
-    const BwdSequence& s = work.sequence;
+    const BwdSequence& s = work().sequence;
     const core::BlockRange keys = core::block_range(
         core::Window{params.window_left, params.window_right}, s.length_q, s.length_k,
         block * Plan::rows, min((block + 1) * Plan::rows, s.length_q), core::keys_of(C));
-    const int64 own = work.key_begin / core::keys_of(C);
+    const int64 own = work().key_begin / core::keys_of(C);
     return static_cast<uint32>(core::last_keys_first(C) ? keys.end - 1 - own : own - keys.begin);
   }
 
@@ -274,14 +322,15 @@ struct BwdAdd {
     state[warpgroup].advance();
   }
 
-  __forceinline__ void run() {
+  __forceinline__ void add_blocks() {
     constexpr int32 units[2] = {dq_panels(C, 0).count, dq_panels(C, 1).count};
     static_assert(units[0] <= units[1]);
     for (int32 i = 0; i < params.group_size; ++i) {
-      const int32 head = work.head_kv * params.group_size + i;
-      const int64 first = first_block<C>(params, work.sequence, head);
+      const int32 head = work().head_kv * params.group_size + i;
+      const int64 first = first_block<C>(params, work().sequence, head);
+      const int32 end = work().block_end;
 #pragma unroll 1
-      for (int32 block = work.block_begin; block < work.block_end; ++block) {
+      for (int32 block = work().block_begin; block < end; ++block) {
         const int64 number = first + block;
         if constexpr (C.deterministic) wait_turn(number, block);
 #pragma unroll
@@ -297,6 +346,16 @@ struct BwdAdd {
         }
         if constexpr (C.deterministic) pass_turn(number);
       }
+    }
+  }
+
+  __forceinline__ void run() {
+    while (true) {
+      plan.work_ring.wait_full(work_state);
+      if (work().last) break;
+      add_blocks();
+      plan.work_ring.release(work_state);
+      work_state.advance();
     }
     bulk_wait<0>();
   }

@@ -1,7 +1,7 @@
 // Before and after the backward kernel: what it needs of each query row, and dq from its sums; the
 // gradient of the sinks.
 //
-//   prepare   delta = dout out - dlse;  lse in log2 units;  dq_sums = 0, turns = 0
+//   prepare   delta = dout out - dlse;  lse in log2 units;  dq_sums, turns, scheduler = 0
 //   finish    dq = scale * dq_sums
 //   sink      dsink = -sum of exp(sink - lse) delta over the rows of a head
 //
@@ -134,6 +134,7 @@ __device__ void bwd_prepare(const BwdParams& params) {
   const int32 block = index - pair * params.q_blocks;
   const int32 head = pair % params.heads_q;
   const BwdSequence s = bwd_sequence<C>(params, pair / params.heads_q);
+  if (params.scheduler != nullptr && index == 0 && threadIdx.x == 0) *params.scheduler = 0;
   if (block * rows >= s.length_q) return;
   const int64 number = first_block<C>(params, s, head) + block;
 

@@ -1,9 +1,10 @@
 // Attention, backward, on Hopper: dk and dv of a block of keys of a KV head, and their part of dq.
 //
-// One CTA per block of keys, against every block of query rows that sees it, of all heads that
-// share the KV head: dk and dv stay in registers until the end. Two warpgroups compute; one warp
-// copies (TMA), one adds dq to global memory (bulk reduction), or (dq_apart) a third warpgroup does
-// both and multiplies dq, so that none waits for another. Scores are computed transposed, keys
+// A CTA takes block of keys after block of keys, each against every block of query rows that sees
+// it, of all heads that share the KV head: dk and dv stay in registers until the end. Two
+// warpgroups compute; one warp copies (TMA) and finds the next block of keys, whose tiles arrive
+// while dk and dv are stored; one adds dq to global memory (bulk reduction); or (dq_apart) a third
+// warpgroup does all that and multiplies dq, so that none waits. Scores are transposed, keys
 // x queries, so that P^T and dS^T leave the softmax as operand A of dv and dk needs them. Budget of
 // one step, 64 rows x 128 keys x head_dim 128, in cycles of a multiprocessor
 // (docs/kernels/bwd_sm90.md):
@@ -81,7 +82,7 @@ struct BwdCompute : BwdTile<C> {
   }
 
   __forceinline__ void issue_dp(float (&dscores)[score_count]) {
-    this->plan.dout_ring.wait_full(this->dout_state);
+    this->plan.dout_ring.wait_full(this->dout_state());
     wgmma_fence();
     issue_scores(dscores, shared_address(this->plan.v), this->dout_tile(), C.head_dim_v / 16);
   }
@@ -134,7 +135,7 @@ struct BwdCompute : BwdTile<C> {
       this->find_weights(weights, kept, scores, lse, at.head, at.block, hides);
     }
     if constexpr (C.dq_apart) {
-      this->plan.dout_ring.wait_full(this->dout_state);
+      this->plan.dout_ring.wait_full(this->dout_state());
       this->read_rows(delta, this->own_delta());
     }
     if constexpr (!together) issue_dp(dscores);
@@ -181,22 +182,30 @@ struct BwdCompute : BwdTile<C> {
     this->release_q();
   }
 
-  __forceinline__ void run() {
-#pragma unroll
-    for (int32 i = 0; i < dk_count; ++i) dk[i] = 0.0f;
-#pragma unroll
-    for (int32 i = 0; i < dv_count; ++i) dv[i] = 0.0f;
-    if (this->work.block_begin < this->work.block_end) {
-      mbarrier_wait(this->plan.keys_full, 0);
-      this->clear_unseen_keys();
-      BwdVisit at = first_visit<C>(this->params, this->work);
+  // Every block of rows that sees a key.
+  __forceinline__ void add_blocks() {
+    this->clear_unseen_keys();
+    BwdVisit at = first_visit<C>(this->params, this->work());
 #pragma unroll 1
-      do {
-        begin(at.block);
-        step(at);
-      } while (advance<C>(this->params, this->work, this->block_end, at));
+    do {
+      begin(at.block);
+      step(at);
+    } while (advance<C>(this->params, this->work(), this->block_end, at));
+  }
+
+  __forceinline__ void run() {
+#pragma unroll 1
+    while (this->begin_work()) {
+#pragma unroll
+      for (int32 i = 0; i < dk_count; ++i) dk[i] = 0.0f;
+#pragma unroll
+      for (int32 i = 0; i < dv_count; ++i) dv[i] = 0.0f;
+      this->wait_keys();
+      if (this->work().is_seen()) add_blocks();
+      this->release_keys();
+      this->store_gradients(dk, 0, dv, 0);
+      this->end_work();
     }
-    this->store_gradients(dk, 0, dv, 0);
   }
 };
 
@@ -297,7 +306,7 @@ struct BwdColumns : BwdTile<C> {
     typename Tile::RowNumbers numbers;
     wgmma_fence();
     issue_scores(scores, shared_address(this->plan.k), q, C.head_dim / 16);
-    this->plan.dout_ring.wait_full(this->dout_state);
+    this->plan.dout_ring.wait_full(this->dout_state());
     wgmma_fence();
     issue_scores(dscores, shared_address(this->plan.v), dout, C.head_dim_v / 16);
     add_late_unit();
@@ -359,23 +368,32 @@ struct BwdColumns : BwdTile<C> {
     this->release_q();
   }
 
-  __forceinline__ void run() {
-#pragma unroll
-    for (int32 i = 0; i < numbers(dk_own); ++i) dk[i] = 0.0f;
-#pragma unroll
-    for (int32 i = 0; i < numbers(dv_own); ++i) dv[i] = 0.0f;
-    if (this->work.block_begin < this->work.block_end) {
-      mbarrier_wait(this->plan.keys_full, 0);
-      this->clear_unseen_keys();
-      BwdVisit at = first_visit<C>(this->params, this->work);
+  // Every block of rows that sees a key.
+  __forceinline__ void add_blocks() {
+    this->clear_unseen_keys();
+    BwdVisit at = first_visit<C>(this->params, this->work());
 #pragma unroll 1
-      do {
-        step(at);
-      } while (advance<C>(this->params, this->work, this->work.block_end, at));
-      add_late_unit();
+    do {
+      step(at);
+    } while (advance<C>(this->params, this->work(), this->work().block_end, at));
+    add_late_unit();
+    is_late = false;
+  }
+
+  __forceinline__ void run() {
+#pragma unroll 1
+    while (this->begin_work()) {
+#pragma unroll
+      for (int32 i = 0; i < numbers(dk_own); ++i) dk[i] = 0.0f;
+#pragma unroll
+      for (int32 i = 0; i < numbers(dv_own); ++i) dv[i] = 0.0f;
+      this->wait_keys();
+      if (this->work().is_seen()) add_blocks();
+      this->release_keys();
+      this->store_gradients(dk, dk_own.begin * core::panel_columns, dv,
+                            dv_own.begin * core::panel_columns);
+      this->end_work();
     }
-    this->store_gradients(dk, dk_own.begin * core::panel_columns, dv,
-                          dv_own.begin * core::panel_columns);
   }
 };
 
@@ -392,11 +410,16 @@ struct BwdDq {
 
   Plan& plan;
   const BwdParams& params;
-  const BwdWork<C>& work;
-  BwdLoad<C> load{plan, params, work};
-  BwdVisit ahead = first_visit<C>(params, work);  // the next block to load
-  const int32 block_end = work.block_end;
+  BwdLoad<C> load{plan, params};
+  // Of the loading thread: the next block of rows to load, and whether the block of keys after this
+  // one is published.
+  BwdVisit ahead{};
+  bool published = false;
+  int32 block_end = 0;
+  RingState<2> work_state;
   RingState<2> scores_state;
+
+  __forceinline__ const BwdWork<C>& work() const { return plan.work[work_state.stage]; }
 
   __forceinline__ void issue(float (&dq)[unit_count], int32 unit) {
     wgmma_fence();
@@ -404,8 +427,8 @@ struct BwdDq {
   }
 
   __forceinline__ float* sums_of(const BwdVisit& at, int32 unit) const {
-    return params.dq_sums +
-           (visit_number<C>(params, work, at) * core::dq_units_of(C) + unit) * core::dq_unit_floats;
+    return params.dq_sums + (visit_number<C>(params, work(), at) * core::dq_units_of(C) + unit) *
+                                core::dq_unit_floats;
   }
 
   // Number 4 q + i of a thread is word i of its q-th quad.
@@ -425,8 +448,8 @@ struct BwdDq {
     fence_proxy_async_shared();
     named_barrier_sync<Plan::dq_barrier, 128>();
     if (!adds) return;
-    BwdAdd<C> turns{plan, params, work};
-    const int64 number = visit_number<C>(params, work, at);
+    BwdAdd<C> turns{plan, params, work_state};
+    const int64 number = visit_number<C>(params, work(), at);
     if (C.deterministic && unit == 0) turns.wait_turn(number, at.block);
     bulk_reduce_add(sums_of(at, unit), shared_address(plan.dq[unit]), Plan::unit_bytes);
     bulk_commit();
@@ -454,31 +477,57 @@ struct BwdDq {
     add(at, 1, adds);
   }
 
-  // Loads the block behind the last one that was loaded, if there is one.
-  __forceinline__ void load_next() {
-    if (ahead.head == (work.head_kv + 1) * params.group_size) return;
-    load.load_block(ahead.head, ahead.block, visit_number<C>(params, work, ahead));
-    advance<C>(params, work, block_end, ahead);
+  // Publishes the next block of keys, once.
+  __forceinline__ void publish_next() {
+    if (published) return;
+    published = true;
+    load.work_state.advance();
+    load.publish();
   }
 
-  __forceinline__ void run() {
-    if (work.block_begin >= work.block_end) return;
-    const bool loads = warp_index() == 0 && elect_one();
-    const bool adds = warp_index() == 1 && elect_one();
+  // Loads the block of rows behind the last one that was loaded, if there is one.
+  __forceinline__ void load_next() {
+    if (ahead.head == (work().head_kv + 1) * params.group_size) return publish_next();
+    load.load_block(ahead.head, ahead.block, visit_number<C>(params, work(), ahead));
+    advance<C>(params, work(), block_end, ahead);
+  }
+
+  __forceinline__ void add_blocks(bool loads, bool adds) {
+    BwdVisit at = first_visit<C>(params, work());
     if (loads) {
-      load.load_keys();
+      ahead = at;
       load_next();
       load_next();
     }
     __syncwarp();
-    mbarrier_wait(plan.keys_full, 0);
-    BwdVisit at = first_visit<C>(params, work);
 #pragma unroll 1
     do {
       step(at, adds);
       if (loads) load_next();
       __syncwarp();
-    } while (advance<C>(params, work, block_end, at));
+    } while (advance<C>(params, work(), block_end, at));
+  }
+
+  __forceinline__ void run() {
+    const bool loads = warp_index() == 0 && elect_one();
+    const bool adds = warp_index() == 1 && elect_one();
+    if (loads) load.publish();
+    __syncwarp();
+#pragma unroll 1
+    while (true) {
+      plan.work_ring.wait_full(work_state);
+      if (work().last) break;
+      block_end = work().block_end;
+      published = false;
+      if (loads) load.load_keys();
+      __syncwarp();
+      plan.keys_ring.wait_full(keys_state(work_state));
+      if (work().is_seen()) add_blocks(loads, adds);
+      if (loads) publish_next();
+      __syncwarp();
+      if (lane_index() == 0) plan.work_ring.release(work_state);
+      work_state.advance();
+    }
     if (adds) bulk_wait<0>();
   }
 };
@@ -494,40 +543,39 @@ __device__ void bwd(const BwdParams& params) {
                 core::shared_bytes(C) <= core::shared_limit_bytes);
 
   if (threadIdx.x == 0) {
-    plan.work.find(params);
     plan.q_ring.init(1, Plan::consumer_warps);
     plan.dout_ring.init(1, Plan::consumer_warps);
     for (Ring<1>& ring : plan.dq_ring) ring.init(128, 1);
     plan.scores_ring.init(Plan::consumer_warps, 4);
-    mbarrier_init(plan.keys_full, 1);
+    plan.keys_ring.init(1, Plan::consumer_warps);
+    plan.index = -1;
+    plan.work_ring.init(1, Plan::consumer_warps + (C.dq_apart ? 4 : 1));
     fence_mbarrier_init();
     tma_prefetch_map(&params.q);
     tma_prefetch_map(&params.dout_map);
   }
   __syncthreads();
-  if (!plan.work.exists()) return;
-
   const int32 warp = warp_index();
   if constexpr (C.dq_apart) {
     if (warp < 4) {
       registers_shrink<88>();
-      BwdDq<C>{plan, params, plan.work}.run();
+      BwdDq<C>{plan, params}.run();
     } else {
       registers_grow<208>();
-      BwdCompute<C>{{plan, params, plan.work, warp / 4 - 1}}.run();
+      BwdCompute<C>{{plan, params, warp / 4 - 1}}.run();
     }
   } else if (warp < 4) {
-    registers_shrink<24>();
-    if (warp == 0 && elect_one()) BwdLoad<C>{plan, params, plan.work}.run();
-    if (warp == 1 && elect_one()) BwdAdd<C>{plan, params, plan.work}.run();
+    registers_shrink<40>();
+    if (warp == 0 && elect_one()) BwdLoad<C>{plan, params}.run();
+    if (warp == 1 && elect_one()) BwdAdd<C>{plan, params}.run();
   } else {
-    registers_grow<240>();
+    registers_grow<232>();
     if constexpr (!C.split_columns) {
-      BwdCompute<C>{{plan, params, plan.work, warp / 4 - 1}}.run();
+      BwdCompute<C>{{plan, params, warp / 4 - 1}}.run();
     } else if (warp < 8) {
-      BwdColumns<C, 0>{{plan, params, plan.work, 0}}.run();
+      BwdColumns<C, 0>{{plan, params, 0}}.run();
     } else {
-      BwdColumns<C, 1>{{plan, params, plan.work, 1}}.run();
+      BwdColumns<C, 1>{{plan, params, 1}}.run();
     }
   }
 }

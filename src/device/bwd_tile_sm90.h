@@ -30,14 +30,36 @@ struct BwdTile {
 
   Plan& plan;
   const BwdParams& params;
-  const BwdWork<C>& work;
   const int32 warpgroup;  // 0 or 1
+  RingState<2> work_state;
   RingState<2> q_state;
-  RingState<Plan::dout_stages> dout_state;
   RingState<1> dq_state;
   // The blocks of rows that see everything, in registers where there are any left.
-  const int32 open_begin = work.open_begin, open_end = work.open_end;
-  const int32 block_end = work.block_end;
+  int32 open_begin = 0, open_end = 0;
+  int32 block_end = 0;
+
+  __forceinline__ const BwdWork<C>& work() const { return plan.work[work_state.stage]; }
+
+  // The next block of keys; false behind the last.
+  __forceinline__ bool begin_work() {
+    plan.work_ring.wait_full(work_state);
+    if (work().last) return false;
+    open_begin = work().open_begin;
+    open_end = work().open_end;
+    block_end = work().block_end;
+    return true;
+  }
+  __forceinline__ void end_work() {
+    __syncwarp();
+    if (lane_index() == 0) plan.work_ring.release(work_state);
+    work_state.advance();
+  }
+
+  __forceinline__ void wait_keys() { plan.keys_ring.wait_full(keys_state(work_state)); }
+  __forceinline__ void release_keys() {
+    __syncwarp();
+    if (lane_index() == 0) plan.keys_ring.release(keys_state(work_state));
+  }
 
   __forceinline__ int32 thread() const { return static_cast<int32>(threadIdx.x % 128); }
   // Of the block's keys and queries, those of the thread's element 0.
@@ -48,11 +70,18 @@ struct BwdTile {
     return (split ? columns * warpgroup : 0) + WgmmaAccumulator::col(thread(), 0);
   }
 
+  // dout comes with q: of the same step, in a ring of as many stages or of one.
+  __forceinline__ RingState<Plan::dout_stages> dout_state() const {
+    if constexpr (Plan::dout_stages == 1) return {0, static_cast<uint32>(q_state.stage)};
+    return {q_state.stage, q_state.parity};
+  }
+
   __forceinline__ SharedAddress q_tile() const {
     return shared_address(plan.q[0]) + static_cast<uint32>(q_state.stage) * Plan::q_bytes;
   }
   __forceinline__ SharedAddress dout_tile() const {
-    return shared_address(plan.dout[0]) + static_cast<uint32>(dout_state.stage) * Plan::dout_bytes;
+    return shared_address(plan.dout[0]) +
+           static_cast<uint32>(dout_state().stage) * Plan::dout_bytes;
   }
   // dS, and P where it goes through shared memory, of this step.
   __forceinline__ SharedAddress dscores_tile() const {
@@ -69,37 +98,47 @@ struct BwdTile {
   }
   __forceinline__ void release_dout() {
     __syncwarp();
-    if (lane_index() == 0) plan.dout_ring.release(dout_state);
-    dout_state.advance();
+    if (lane_index() == 0) plan.dout_ring.release(dout_state());
   }
 
   // -- What hides
 
   // True if every key of the CTA exists and is seen by every row of the block by its position.
   __forceinline__ bool sees_all(int32 block) const {
-    if constexpr (split) return block >= work.open_begin && block < work.open_end;
+    if constexpr (split || core::modifies_backward(C)) {
+      return block >= work().open_begin && block < work().open_end;
+    }
     return block >= open_begin && block < open_end;
   }
 
-  // What a thread's keys and queries see of each other in this block, by position.
+  // What a thread's keys and queries see of each other in this block, by position: bounds of what
+  // an element has beyond element 0, which the compiler knows.
   struct Sight {
-    int32 key, query;  // of element 0
-    int32 length_k, length_q, shift;
+    int32 key, query;               // of element 0
+    int32 keys_left, queries_left;  // from there to the end
+    int32 right, left;  // bounds of (key - query) of the element, less that of element 0
 
-    __forceinline__ bool sees(const BwdParams& params, int32 i) const {
-      const int32 row = query + 8 * (i / 4) + i % 2;
-      const int32 column = key + 8 * ((i / 2) % 2);
-      bool seen = row < length_q && column < length_k;
-      if constexpr (C.bound_right) seen = seen && column <= row + shift + params.window_right;
-      if constexpr (C.bound_left) seen = seen && column >= row + shift - params.window_left;
+    __forceinline__ bool sees(int32 i) const {
+      const int32 query_step = 8 * (i / 4) + i % 2;
+      const int32 key_step = 8 * ((i / 2) % 2);
+      bool seen = query_step < queries_left && key_step < keys_left;
+      if constexpr (C.bound_right) seen = seen && key_step - query_step <= right;
+      if constexpr (C.bound_left) seen = seen && key_step - query_step >= left;
       return seen;
     }
   };
 
   __forceinline__ Sight sight(int32 block) const {
-    const BwdSequence& s = work.sequence;
-    return {work.key_begin + own_key(), block * Plan::rows + own_query(), s.length_k, s.length_q,
-            s.length_k - s.length_q};
+    const BwdSequence& s = work().sequence;
+    const int32 key = work().key_begin + own_key();
+    const int32 query = block * Plan::rows + own_query();
+    const int32 diagonal = query + s.length_k - s.length_q - key;
+    return {key,
+            query,
+            s.length_k - key,
+            s.length_q - query,
+            diagonal + params.window_right,
+            diagonal - params.window_left};
   }
 
   // Clears a row's chunks of 16 bytes, of which swizzling permutes eight at a time: 0 x NaN is NaN.
@@ -119,20 +158,21 @@ struct BwdTile {
   // Keys that no query of the sequence sees, or that do not exist. What bias and mask hide is
   // looked for only where it would do harm.
   __forceinline__ void clear_unseen_keys() {
-    const BwdSequence& s = work.sequence;
+    const BwdSequence& s = work().sequence;
     const core::KeyRange seen =
         core::union_range(core::Window{params.window_left, params.window_right}, s.length_q,
                           s.length_k, 0, s.length_q);
-    const int32 begin = max(0, static_cast<int32>(seen.begin) - work.key_begin);
-    const int32 end = min(Plan::keys, static_cast<int32>(seen.end) - work.key_begin);
+    const int32 begin = max(0, static_cast<int32>(seen.begin) - work().key_begin);
+    const int32 end = min(Plan::keys, static_cast<int32>(seen.end) - work().key_begin);
     if (!core::hides_anywhere(C) && begin == 0 && end == Plan::keys) return;
     const int32 row = 128 * warpgroup + thread();
     if (row < Plan::keys) {
       bool clear = row < begin || row >= end;
       if constexpr (core::hides_anywhere(C)) {
         const SharedAddress key = shared_address(plan.k) + row * Plan::row_bytes;
-        clear = clear || (is_special<C>(key, Plan::panels, Plan::keys * Plan::row_bytes) &&
-                          !is_seen<C>(params, work.sequence, work.head_kv, work.key_begin + row));
+        clear =
+            clear || (is_special<C>(key, Plan::panels, Plan::keys * Plan::row_bytes) &&
+                      !is_seen<C>(params, work().sequence, work().head_kv, work().key_begin + row));
       }
       if (clear) clear_row(shared_address(plan.k), Plan::panels, Plan::keys, row);
     }
@@ -142,8 +182,8 @@ struct BwdTile {
   // Query rows that see none of the keys, or that do not exist.
   __forceinline__ void clear_unseen_rows(int32 block) {
     if (!core::hides_anywhere(C) && sees_all(block)) return;
-    const int32 begin = max(0, work.row_begin - block * Plan::rows);
-    const int32 end = min(Plan::rows, work.row_end - block * Plan::rows);
+    const int32 begin = max(0, work().row_begin - block * Plan::rows);
+    const int32 end = min(Plan::rows, work().row_end - block * Plan::rows);
     bool any = begin > 0 || end < Plan::rows;
     const float* lse = plan.lse_log2[q_state.stage];
     if constexpr (core::hides_anywhere(C)) {
@@ -153,7 +193,7 @@ struct BwdTile {
       }
     }
     if (!any) return;
-    plan.dout_ring.wait_full(dout_state);
+    plan.dout_ring.wait_full(dout_state());
     const int32 row = 128 * warpgroup + thread();
     if (row < Plan::rows) {
       bool clear = row < begin || row >= end;
@@ -183,7 +223,7 @@ struct BwdTile {
     return plan.lse_log2[q_state.stage] + own_query();
   }
   __forceinline__ const float* own_delta() const {
-    return plan.delta[dout_state.stage] + own_query();
+    return plan.delta[dout_state().stage] + own_query();
   }
 
   // P, of which hidden elements become zero by selection, whatever they were.
@@ -197,8 +237,8 @@ struct BwdTile {
       const float2 of = lse[i / 4];
       float low = exp2_approximate(fmaf(scores[i], params.scale_log2, -of.x));
       float high = exp2_approximate(fmaf(scores[i + 1], params.scale_log2, -of.y));
-      if (hides && !view.sees(params, i)) low = 0.0f;
-      if (hides && !view.sees(params, i + 1)) high = 0.0f;
+      if (hides && !view.sees(i)) low = 0.0f;
+      if (hides && !view.sees(i + 1)) high = 0.0f;
       weights[i / 8][i / 2 % 4] = pack<C.dtype>(low, high);
     }
   }
@@ -229,7 +269,7 @@ struct BwdTile {
                                              int32 block) {
     const float* lse = own_lse();
     const Sight view = sight(block);
-    const BwdScores<C> of(params, work.sequence, head);
+    const BwdScores<C> of(params, work().sequence, head);
 #pragma unroll
     for (int32 i = 0; i < score_count; i += 2) {
       const float2 base = *reinterpret_cast<const float2*>(lse + 8 * (i / 4));
@@ -242,7 +282,7 @@ struct BwdTile {
         const float2 x =
             of.score(scores[i + e], view.query + 8 * (i / 4) + e, view.key + 8 * ((i / 2) % 2));
         weight[e] = exp2_approximate(x.x - (e == 0 ? base.x : base.y));
-        if (!view.sees(params, i + e) || x.x == -infinity) weight[e] = 0.0f;
+        if (!view.sees(i + e) || x.x == -infinity) weight[e] = 0.0f;
         slope[e] = weight[e] * x.y;
         if constexpr (C.has_dropout) {
           weight[e] = (bits >> e & 1u) != 0 ? 0.0f : weight[e] * params.keep_scale;
@@ -325,8 +365,8 @@ struct BwdTile {
       const float2 of = lse[i / 4];
       scores[i] = exp2_approximate(fmaf(scores[i], params.scale_log2, -of.x));
       scores[i + 1] = exp2_approximate(fmaf(scores[i + 1], params.scale_log2, -of.y));
-      if (hides && !view.sees(params, i)) scores[i] = 0.0f;
-      if (hides && !view.sees(params, i + 1)) scores[i + 1] = 0.0f;
+      if (hides && !view.sees(i)) scores[i] = 0.0f;
+      if (hides && !view.sees(i + 1)) scores[i + 1] = 0.0f;
     }
   }
 
@@ -428,12 +468,11 @@ struct BwdTile {
     float factor;
   };
 
-  // Of shared memory that nobody else uses any more: 16 rows of 128 bytes for each warp.
+  // Of the shared memory of dS, which nobody else uses now: 16 rows of 128 bytes for each warp.
   static constexpr uint32 part_bytes = 16 * Plan::row_bytes;
   static constexpr int32 part_columns = C.wide ? 32 : 64;
   __forceinline__ uint8* part() const {
-    uint8* const all = split ? plan.scores[0] : plan.v;
-    return all + static_cast<uint32>(4 * warpgroup + thread() / 32) * part_bytes;
+    return plan.scores[0] + static_cast<uint32>(4 * warpgroup + thread() / 32) * part_bytes;
   }
 
   // Numbers `from` .. of the accumulators, as they are stored.
@@ -469,29 +508,38 @@ struct BwdTile {
   // The part's rows are those of 16 keys: by words of 16 bytes, or one number after the other.
   __forceinline__ void empty_part(const Target& to, int32 first_key, int32 first_column) const {
     using Element = typename GradientElement<C.wide>::Type;
-    const BwdSequence& s = work.sequence;
-    const int32 lane = lane_index();
-    auto* const data =
-        static_cast<Element*>(to.data) + s.batch_k * to.stride[0] + work.head_kv * to.stride[2];
-    constexpr int32 in_word = 16 / static_cast<int32>(sizeof(Element));
-    const int32 width = params.dkv_in_words ? in_word : 1;
-    const int32 shift = params.dkv_in_words ? 3 : C.wide ? 5 : 6;  // 2^shift words to a row
-#pragma unroll 1
-    for (int32 i = lane; i < 16 << shift; i += 32) {
-      const int32 row = i >> shift;
-      const int32 column = (i & ((1 << shift) - 1)) * width;
-      const int32 key = first_key + row;
-      if (key >= s.capacity_k || first_column + column >= to.columns) continue;
-      const uint8* const from =
-          part() + panel_offset(Swizzle::b128, 16, row,
-                                static_cast<uint32>(column) * static_cast<uint32>(sizeof(Element)));
-      Element* const target = data + (static_cast<int64>(s.row_k) + key) * to.stride[1] +
-                              (first_column + column) * to.stride[3];
-      if (params.dkv_in_words) {
-        *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(from);
-      } else {
-        *target = *reinterpret_cast<const Element*>(from);
+    const BwdSequence& s = work().sequence;
+    const int32 keys = s.capacity_k - first_key;
+    const int32 columns = to.columns - first_column;
+    Element* const data = static_cast<Element*>(to.data) + s.batch_k * to.stride[0] +
+                          (static_cast<int64>(s.row_k) + first_key) * to.stride[1] +
+                          work().head_kv * to.stride[2] + first_column * to.stride[3];
+    if (params.dkv_in_words) {
+      const int32 column = lane_index() % 8 * (16 / static_cast<int32>(sizeof(Element)));
+      if (column >= columns) return;
+      const int32 row = lane_index() / 8;
+      uint4 words[4];
+#pragma unroll
+      for (int32 i = 0; i < 4; ++i) {
+        words[i] = *reinterpret_cast<const uint4*>(
+            part() + panel_offset(Swizzle::b128, 16, row + 4 * i, lane_index() % 8 * 16));
       }
+#pragma unroll
+      for (int32 i = 0; i < 4; ++i) {
+        if (row + 4 * i >= keys) break;
+        *reinterpret_cast<uint4*>(data + (row + 4 * i) * to.stride[1] + column) = words[i];
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int32 i = lane_index(); i < 16 * part_columns; i += 32) {
+      const int32 row = i / part_columns;
+      const int32 column = i % part_columns;
+      if (row >= keys || column >= columns) continue;
+      data[row * to.stride[1] + column * to.stride[3]] = *reinterpret_cast<const Element*>(
+          part() +
+          panel_offset(Swizzle::b128, 16, row,
+                       static_cast<uint32>(column) * static_cast<uint32>(sizeof(Element))));
     }
   }
 
@@ -513,15 +561,23 @@ struct BwdTile {
   template <int32 dk_count, int32 dv_count>
   __forceinline__ void store_gradients(const float (&dk)[dk_count], int32 dk_first,
                                        const float (&dv)[dv_count], int32 dv_first) const {
-    named_barrier_sync<Plan::scores_barrier, 256>();
+    if constexpr (C.dq_apart) {
+      RingState<2> other = q_state;
+      plan.scores_ring.wait_free(other);
+      other.advance();
+      plan.scores_ring.wait_free(other);
+    } else {
+      named_barrier_sync<Plan::scores_barrier, 256>();
+    }
     const Target dk_to{params.dk, params.dk_stride, params.head_dim, dk_first, params.scale};
     const Target dv_to{params.dv, params.dv_stride, params.head_dim_v, dv_first, 1.0f};
     // One round, but for keys behind the last sequence.
-    for (int32 key = work.key_begin; key < work.sequence.capacity_k;
+    for (int32 key = work().key_begin; key < work().sequence.capacity_k;
          key += params.key_blocks * Plan::keys) {
       store_keys(dk, dk_to, key);
       store_keys(dv, dv_to, key);
     }
+    if constexpr (split) named_barrier_sync<Plan::scores_barrier, 256>();
   }
 };
 

@@ -90,7 +90,7 @@ struct BiasTiles {
 
 // The scratch of a call, laid out from `base`.
 struct Scratch {
-  DeviceAddress lse_log2 = 0, delta = 0, dq_sums = 0, turns = 0, bias_sums = 0;
+  DeviceAddress lse_log2 = 0, delta = 0, dq_sums = 0, turns = 0, bias_sums = 0, scheduler = 0;
   std::size_t bytes = 0;
 
   Scratch(const Problem& p, const BwdConfig& c, const BiasTiles& bias, DeviceAddress base) {
@@ -104,6 +104,7 @@ struct Scratch {
     delta = take(blocks * core::rows_of(c));
     dq_sums = take(blocks * core::dq_block_floats(c));
     if (c.deterministic) turns = take(blocks * core::turn_counters(c));
+    if (!c.tensor_memory) scheduler = take(1);
     if (bias.parts > 1) bias_sums = take(bias.parts * bias.elements);
   }
 };
@@ -209,6 +210,7 @@ BwdParams fill_params(const BackwardCall& call, const BwdConfig& config,
   params.delta = reinterpret_cast<float*>(scratch.delta);
   params.dq_sums = reinterpret_cast<float*>(scratch.dq_sums);
   params.turns = reinterpret_cast<core::uint32*>(scratch.turns);
+  params.scheduler = reinterpret_cast<core::uint32*>(scratch.scheduler);
   params.cu_seqlens_q = p.cu_seqlens_q;
   params.cu_seqlens_k = p.cu_seqlens_k;
   params.seqused_q = p.seqused_q;
@@ -458,6 +460,12 @@ void BackwardKernels::launch(BackwardPart part, std::uint32_t ctas, const BwdPar
                  std::as_bytes(std::span(&params, 1)), stream);
 }
 
+// Hopper's CTAs take block of keys after block of keys.
+std::uint32_t BackwardKernels::main_ctas(std::uint32_t key_ctas) const {
+  if (config_.tensor_memory) return key_ctas;
+  return std::min(key_ctas, static_cast<std::uint32_t>(device_.properties().sm_count));
+}
+
 void BackwardKernels::launch_bias(const BackwardCall& call, const BwdParams& params,
                                   Stream stream) const {
   const BiasTiles tiles(call.problem, call.gradients, device_.properties());
@@ -487,10 +495,12 @@ void BackwardKernels::run(const BackwardCall& call, Stream stream) const {
     params.k = encode_rows(device_, p.k, keys, p.head_dim, core::keys_of(config_));
     params.v = encode_rows(device_, p.v, keys, p.head_dim_v, core::keys_of(config_));
   }
+  params.tiles = static_cast<int32>(key_ctas);
+  if (row_ctas == 0) params.scheduler = nullptr;  // which prepare would have cleared
   launch(BackwardPart::prepare, row_ctas, params, stream);
   if (g.dsink) launch(BackwardPart::sink, static_cast<std::uint32_t>(p.heads_q), params, stream);
   if (g.dbias) launch_bias(call, params, stream);
-  launch(BackwardPart::main, key_ctas, params, stream);
+  launch(BackwardPart::main, main_ctas(key_ctas), params, stream);
   launch(BackwardPart::finish, row_ctas, params, stream);
 }
 

@@ -73,6 +73,7 @@ class BackwardKernels {
  private:
   void launch(BackwardPart part, std::uint32_t ctas, const core::BwdParams& params,
               Stream stream) const;
+  [[nodiscard]] std::uint32_t main_ctas(std::uint32_t key_ctas) const;
   void launch_bias(const BackwardCall& call, const core::BwdParams& params, Stream stream) const;
 
   Device& device_;

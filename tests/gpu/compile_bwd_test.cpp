@@ -58,7 +58,7 @@ std::vector<Variant> variants() {
       // Softcap and ALiBi alone are of interest where they keep whole columns.
       if (c.split_columns && core::modifies_backward(c) && !all) continue;
       list.push_back({"d" + std::to_string(d.qk) + "_" + std::to_string(d.v) + "_" + name, c,
-                      d.qk == 192 && all});
+                      d.qk == 256 && all});
     }
   }
   // Schedules other than the chosen one.
