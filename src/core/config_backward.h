@@ -89,9 +89,9 @@ constexpr bool fits_whole_columns(const BwdConfig& c) {
 }
 
 // Whether a third warpgroup can have dq: 208 registers are then left to each of the others, enough
-// where nothing modifies a score.
+// at 64 columns where nothing modifies a score. At 128 it lost to the two of them in one rhythm.
 constexpr bool fits_dq_apart(const BwdConfig& c) {
-  return !c.split_columns && !modifies_backward(c);
+  return !c.split_columns && !modifies_backward(c) && c.head_dim <= 64 && c.head_dim_v <= 64;
 }
 
 // Under a causal mask every block of keys begins with rows that no later block sees: in turns, the

@@ -70,7 +70,8 @@ std::string backward_objection(const BwdConfig& c) {
     return text("head dimensions of ", c.head_dim, " and ", c.head_dim_v, " need split_columns=1");
   }
   if (c.dq_apart && !core::fits_dq_apart(c)) {
-    return "dq_apart=1 needs split_columns=0 and scores that nothing modifies";
+    return "dq_apart=1 needs split_columns=0, head dimensions up to 64 and scores that nothing "
+           "modifies";
   }
   return {};
 }

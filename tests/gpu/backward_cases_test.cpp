@@ -148,9 +148,10 @@ TEST(GpuBackwardConfiguration, FaultsSayWhatIsRight) {
   EXPECT_EQ(fault("split_columns=0", 192, false),
             "configuration is split_columns=0, but head dimensions of 192 and 192 need "
             "split_columns=1");
-  EXPECT_EQ(fault("split_columns=1,dq_apart=1", 64, false),
-            "configuration is split_columns=1,dq_apart=1, but dq_apart=1 needs split_columns=0 and "
-            "scores that nothing modifies");
+  EXPECT_EQ(
+      fault("split_columns=1,dq_apart=1", 64, false),
+      "configuration is split_columns=1,dq_apart=1, but dq_apart=1 needs split_columns=0, head "
+      "dimensions up to 64 and scores that nothing modifies");
 }
 
 }  // namespace

@@ -36,7 +36,7 @@ std::vector<Variant> variants() {
       c.bound_left = bit(1);
       c.ragged = bit(2);
       c.deterministic = bit(3);
-      c.dq_apart = true;
+      c.dq_apart = core::fits_dq_apart(c);
       list.push_back({"d" + std::to_string(head_dim) + "_" + std::to_string(set), c, false});
     }
   }
@@ -66,7 +66,7 @@ std::vector<Variant> variants() {
     core::BwdConfig c;
     c.head_dim = c.head_dim_v = head_dim;
     c.bound_right = true;
-    c.dq_apart = true;
+    c.dq_apart = core::fits_dq_apart(c);
     for (const core::BwdConfig& variant : runtime::backward_variants(c)) {
       if (variant == c) continue;
       std::string name = "d" + std::to_string(head_dim) + "_";
