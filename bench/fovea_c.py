@@ -60,6 +60,7 @@ class Quantization(ctypes.Structure):
         ("scales", ctypes.c_int),
         ("rotate", ctypes.c_int32),
         ("seed", ctypes.c_uint64),
+        ("rotary", ctypes.c_void_p),
     ]
 
 

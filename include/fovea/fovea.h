@@ -129,12 +129,20 @@ typedef enum fovea_fp8_scales {
   FOVEA_FP8_SCALES_BLOCK = 2
 } fovea_fp8_scales;
 
+/* Fields as in fovea::Rotary. */
+typedef struct fovea_rotary {
+  fovea_tensor cos, sin;
+  int32_t interleaved;
+  int64_t first_position;
+} fovea_rotary;
+
 /* Fields as in fovea::Quantization. */
 typedef struct fovea_quantization {
   fovea_dtype dtype; /* FOVEA_E4M3, FOVEA_E5M2, or FOVEA_S8, where v is e4m3 */
   fovea_fp8_scales scales;
   int32_t rotate;
   uint64_t seed;
+  const fovea_rotary* rotary; /* null: nothing is turned */
 } fovea_quantization;
 
 typedef struct fovea_options {

@@ -164,6 +164,15 @@ enum class Softmax : std::uint8_t { automatic, online, conditional, sum_guard };
 // What shares a scale: a whole tensor, the rows of one (sequence, head), or 32 rows of it.
 enum class Fp8Scales : std::uint8_t { tensor, head, block };
 
+// Rotary embedding: a pair of columns (x, y) becomes (x cos - y sin, x sin + y cos) of its row's
+// position. Key j of a sequence stands at first_position + j, and its last query where its last key
+// does, as masks have it. The tables are read in every run, on a GPU from its memory.
+struct Rotary {
+  Tensor cos, sin;  // (1, 1, positions, pairs), f32, bf16 or f16; absent: nothing is turned
+  bool interleaved = false;  // pairs (0, 1), (2, 3), ...; otherwise (0, pairs), (1, pairs + 1), ...
+  std::int64_t first_position = 0;
+};
+
 // How q, k and v become eight bits. Scales of floating formats are powers of two.
 struct Quantization {
   // Or e5m2, which keeps a bit less of every element; or s8: q and k become signed integers, v
@@ -176,6 +185,7 @@ struct Quantization {
   // the largest power of two that divides that.
   bool rotate = true;
   std::uint64_t seed = 0;  // of the signs
+  Rotary rotary = {};      // of q and k, in front of that; of nothing that is in 8 bits already
 };
 
 // Attention in eight bits (docs/kernels/fp8.md). Of 8-bit inputs, which are computed so unasked,

@@ -67,12 +67,33 @@ inline constexpr float fp8_rescale_threshold_log2 = 5.0f;
 // arrays of scales are the same; coarser ones repeat.
 enum class ScaleGranularity : uint8 { tensor, head, block };
 
+// Rotary embedding of q and k in front of their rotation: pairs of columns are turned by the angle
+// of the row's position. Key 0 of a sequence stands at `first`, its last query where its last key
+// does. Which columns are a pair: (c, c + pairs), or (2 c, 2 c + 1).
+enum class RotaryPairs : uint8 { none, halves, neighbours };
+
+struct Rotary {
+  RotaryPairs pairing = RotaryPairs::none;
+  int32 pairs = 0;
+  int64 positions = 0;
+  int64 first = 0;
+  View cos, sin;  // strides of positions and pairs: 2 and 3
+
+  constexpr explicit operator bool() const { return pairing != RotaryPairs::none; }
+};
+
+// The columns of pair c.
+constexpr int32 rotary_column(RotaryPairs pairing, int32 pairs, int32 c, bool second) {
+  return pairing == RotaryPairs::halves ? c + (second ? pairs : 0) : 2 * c + (second ? 1 : 0);
+}
+
 // For operands that are not in 8 bits: those that are keep their format and are not rotated.
 struct QuantizeOptions {
   ScaleGranularity granularity = ScaleGranularity::block;
   bool rotate = true;  // q and k
   uint64 seed = 0;     // of the rotation's signs; the same for q and k
   DType to = DType::e4m3;
+  Rotary rotary = {};
 };
 
 // Of q and k; v has value_type() of it.
@@ -162,6 +183,9 @@ struct QuantizeConfig {
   bool scaled = false;     // the elements have a scale already
   bool ragged = false;     // cu_seqlens or seqused are given
   bool paged = false;
+  RotaryPairs rotary = RotaryPairs::none;  // of rows; vectors: of the tables, too
+  int32 rotary_pairs = 0;
+  DType rotary_dtype = DType::f32;  // of the tables
   QuantizePass pass = QuantizePass::block;
   bool operator==(const QuantizeConfig&) const = default;
 };
@@ -186,7 +210,10 @@ constexpr int32 quantize_ctas(const QuantizeConfig& c) {
   const int32 size = c.vectors ? size_bytes(c.dtype) : 4;
   const int32 elements = c.transpose ? 64 : c.columns / quantize_lanes(c);
   const int32 widened = c.transpose ? 0 : elements;
-  const int32 others = c.paged ? 64 : !c.transpose || !c.vectors ? 48 : size > 1 ? 40 : 64;
+  const int32 others = c.paged || c.rotary != RotaryPairs::none ? 64
+                       : !c.transpose || !c.vectors             ? 48
+                       : size > 1                               ? 40
+                                                                : 64;
   const int32 registers = round_up(widened + elements * size / 4 + others, 8);
   return static_cast<int32>(max64(512 / registers * 128 / quantize_threads(c), 1));
 }
@@ -194,6 +221,20 @@ constexpr int32 quantize_ctas(const QuantizeConfig& c) {
 constexpr int32 quantize_shared_bytes(const QuantizeConfig& c) {
   return 2 * quantize_threads(c) / 32 * int32{sizeof(uint32)};
 }
+
+// Tables of the rotary embedding, and where rows stand in them.
+struct RotaryParams {
+  const void* cos = nullptr;
+  const void* sin = nullptr;
+  int64 cos_stride[2] = {};  // position, pair
+  int64 sin_stride[2] = {};
+  int32 positions = 0;
+  int32 first = 0;  // position of row 0 of a sequence; of queries among lengths: of its key 0
+  bool aligned_to_keys = false;  // the last row stands where the sequence's last key does
+  int32 seqlen_k = 0;
+  const int32* cu_seqlens_k = nullptr;
+  const int32* seqused_k = nullptr;
+};
 
 // One of q, k and v. The codes lie as at the top of this file says.
 struct QuantizeParams {
@@ -218,6 +259,7 @@ struct QuantizeParams {
   int64 scale_stride[3] = {};    // sequence, head, block
   int32 scale_heads = 1;         // that share one
   RotationSigns signs;
+  RotaryParams rotary;
   uint8* codes = nullptr;
   float* q_scale = nullptr;  // one of the two
   KeyScale* key_scale = nullptr;

@@ -46,6 +46,7 @@ struct Operand {
   int32 columns;  // of the view
   int32 padded;   // of the codes
   int64 blocks;   // per batch and head
+  bool turns;     // by the rotary embedding
   bool rotate;
   float norm;  // of the rotation: what elements are times it
   DType to;
@@ -66,6 +67,7 @@ struct Operand {
         columns(which == Which::v ? p.head_dim_v : p.head_dim),
         padded(which == Which::v ? p.head_dim_v : l.columns),
         blocks(which == Which::q ? l.blocks_q : l.blocks_k),
+        turns(o.rotary && which != Which::v && !core::is_eight_bit(view.dtype)),
         rotate(o.rotate && which != Which::v && !core::is_eight_bit(view.dtype)),
         norm(rotate ? core::rotation_norm(core::rotation_block(padded)) : 1.0f),
         to(which == Which::v ? core::value_type(core::code_type(view.dtype, o))
@@ -112,6 +114,31 @@ float given_scale(const Operand& o, const Rows& rows, int64 head, int64 block) {
       o.scale, rows.index, head / shared, rows.first_block, block * scale_block)];
 }
 
+// Turns the pairs of a row that stands at `position` (core::Rotary). One product of two is rounded,
+// as in the kernels.
+void turn(const core::Rotary& rotary, int64 position, float* x) {
+  const int64 place = std::clamp<int64>(position, 0, rotary.positions - 1);
+  const auto at = [place](const core::View& table, int32 pair) {
+    return core::load_element(table.data, table.dtype,
+                              place * table.stride[2] + pair * table.stride[3]);
+  };
+  for (int32 pair = 0; pair < rotary.pairs; ++pair) {
+    float& a = x[core::rotary_column(rotary.pairing, rotary.pairs, pair, false)];
+    float& b = x[core::rotary_column(rotary.pairing, rotary.pairs, pair, true)];
+    const float cos = at(rotary.cos, pair);
+    const float sin = at(rotary.sin, pair);
+    const float first = a;
+    a = std::fma(first, cos, -(b * sin));
+    b = std::fma(first, sin, b * cos);
+  }
+}
+
+// Position of row 0 of a sequence.
+int64 first_position(const Operand& o, const core::Sequence& s) {
+  const int64 before = o.which == Which::q ? s.length_k - s.length_q : 0;
+  return o.options.rotary.first + before;
+}
+
 // Unused rows are zero. Without the rotation's norm, as kernels have it.
 void load_block(const Operand& o, const Rows& rows, int64 head, int64 block,
                 const core::RotationSigns& signs, Block& to) {
@@ -124,6 +151,8 @@ void load_block(const Operand& o, const Rows& rows, int64 head, int64 block,
     for (int32 c = 0; c < o.columns; ++c) {
       x[c] = core::load_element(o.view.data, o.view.dtype, offset + c * o.view.stride[3]);
     }
+    if (o.turns)
+      turn(o.options.rotary, first_position(o, rows.sequence) + block * scale_block + r, x);
     if (!o.rotate) continue;
     for (int32 c = 0; c < o.columns; ++c) x[c] = core::signed_by(signs, c, x[c]);
     for (int32 c = 0; c < o.padded; c += width) core::hadamard(x + c, width);

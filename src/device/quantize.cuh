@@ -32,11 +32,13 @@ using core::KeyScale;
 using core::QuantizeConfig;
 using core::QuantizeParams;
 using core::QuantizePass;
+using core::RotaryPairs;
 using core::scale_block;
 
 inline constexpr uint32 infinite_bits = 0x7f800000u;
 
-// ---- Eight elements -----------------------------------------------------------------------------
+// ---- Eight elements, and four
+// -----------------------------------------------------------------------------
 
 // The signs of the rotation: those of columns 2 i and 2 i + 1 are bits 15 - i and 31 - i
 // (core::sign_bit).
@@ -111,6 +113,49 @@ struct Eight {
   }
 };
 
+// Four elements of a row.
+template <DType dtype>
+struct Four {
+  static constexpr int32 words = core::size_bytes(dtype);
+  uint32 word[words];
+
+  __forceinline__ void load(const void* from) {
+    if constexpr (words == 4) {
+      const uint4 all = *static_cast<const uint4*>(from);
+      word[0] = all.x;
+      word[1] = all.y;
+      word[2] = all.z;
+      word[3] = all.w;
+    } else if constexpr (words == 2) {
+      const uint2 all = *static_cast<const uint2*>(from);
+      word[0] = all.x;
+      word[1] = all.y;
+    } else {
+      word[0] = *static_cast<const uint32*>(from);
+    }
+  }
+
+  // Elements 2 i and 2 i + 1 in 16 bits: bf16, or fp16.
+  __forceinline__ uint32 pair(int32 i) const {
+    if constexpr (words == 2) return word[i];
+    const auto codes = static_cast<uint16>(word[0] >> (16 * i));
+    return unpack_codes<dtype>(codes);
+  }
+
+  __forceinline__ float2 widened(int32 i) const {
+    if constexpr (words == 4) {
+      return {__uint_as_float(word[2 * i]), __uint_as_float(word[2 * i + 1])};
+    } else {
+      return widened_pair(pair(i));
+    }
+  }
+
+  static __forceinline__ float2 widened_pair(uint32 pair) {
+    if constexpr (dtype != DType::bf16) return unpack_f16x2(pair);
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+  }
+};
+
 // ---- What rows and columns have in common -------------------------------------------------------
 
 // Where a CTA is: heads change first, so that CTAs at work lie close together in memory.
@@ -149,6 +194,7 @@ struct QuantizeRowBlock {
   int64 first_row;  // of the batch
   int32 real_rows;  // that belong to the sequence
   int32 used_rows;  // and count
+  int64 position;   // of the first, in tables of the rotary embedding
 };
 
 template <QuantizeConfig C>
@@ -184,6 +230,7 @@ struct QuantizeBlock {
       find_sequence(rows);
     } else {
       rows.real_rows = rows.used_rows = clamp_rows(params.rows - rows.first_row);
+      rows.position = rows.first_row + params.rotary.first;
     }
     return rows;
   }
@@ -211,10 +258,24 @@ struct QuantizeBlock {
     }
     rows.real_rows = rows.block < params.blocks ? clamp_rows(end - rows.first_row) : 0;
     rows.used_rows = rows.real_rows;
+    int64 length = end - begin;
     if (params.seqused != nullptr && rows.real_rows > 0) {
-      rows.used_rows =
-          min(rows.real_rows, clamp_rows(begin + params.seqused[rows.sequence] - rows.first_row));
+      length = params.seqused[rows.sequence];
+      rows.used_rows = min(rows.real_rows, clamp_rows(begin + length - rows.first_row));
     }
+    if constexpr (C.rotary != RotaryPairs::none) {
+      rows.position = rows.first_row - begin + params.rotary.first;
+      if (params.rotary.aligned_to_keys && rows.used_rows > 0) {
+        rows.position += keys_of(rows.sequence) - length;
+      }
+    }
+  }
+
+  __forceinline__ int32 keys_of(int32 which) const {
+    const core::RotaryParams& r = params.rotary;
+    if (r.seqused_k != nullptr) return r.seqused_k[which];
+    if (r.cu_seqlens_k != nullptr) return r.cu_seqlens_k[which + 1] - r.cu_seqlens_k[which];
+    return r.seqlen_k;
   }
 
   // Of the first element of a row of the block, which has to be used.
@@ -369,29 +430,121 @@ struct QuantizeRows : QuantizeBlock<C> {
           raw[j][g].load(static_cast<const uint8*>(params.x) + (offset + unit * thread()) * size +
                          (32 * j + 8 * g) * size);
         } else {
-          load_elements(raw[j][g], offset, column(j, g));
+          load_elements(raw[j][g], offset, column(j, g), place_in_tables(rows));
         }
       }
     }
   }
 
-  __forceinline__ void load_elements(Raw& to, int64 offset, int32 column) {
+  __forceinline__ void load_elements(Raw& to, int64 offset, int32 column, int64 position) {
 #pragma unroll
     for (int32 e = 0; e < 8; ++e) {
       if (column + e >= params.columns) continue;
-      const float value =
-          core::load_element(params.x, C.dtype, offset + (column + e) * params.stride[3]);
+      const float value = C.rotary == RotaryPairs::none
+                              ? element(offset, column + e)
+                              : turned_element(offset, column + e, position);
       to.word[e] = __float_as_uint(value);
     }
+  }
+
+  __forceinline__ float element(int64 offset, int32 column) const {
+    return core::load_element(params.x, C.dtype, offset + column * params.stride[3]);
   }
 
   __forceinline__ void widen() {
 #pragma unroll
     for (int32 j = 0; j < pieces; ++j) {
 #pragma unroll
-      for (int32 g = 0; g < unit / 8; ++g) raw[j][g].widen(x + unit * j + 8 * g, signs(j, g));
+      for (int32 g = 0; g < unit / 8; ++g) {
+        raw[j][g].widen(x + unit * j + 8 * g, turns_inside ? 0u : signs(j, g));
+      }
     }
   }
+
+  // -- Rotary embedding: each product but one is rounded, as the twin does
+
+  // Vectors are turned in registers: a thread has both columns of a pair.
+  static constexpr bool turns_inside = C.rotary != RotaryPairs::none && C.vectors;
+  static_assert(!turns_inside || (C.rotary == RotaryPairs::halves ? C.rotary_pairs % 32 == 0
+                                                                  : C.rotary_pairs % 4 == 0));
+
+  __forceinline__ int64 place_in_tables(const QuantizeRowBlock& rows) const {
+    if constexpr (C.rotary == RotaryPairs::none) return 0;
+    const int64 position = rows.position + row();
+    return position < 0 ? 0 : min(position, static_cast<int64>(params.rotary.positions - 1));
+  }
+
+  __forceinline__ float turned_element(int64 offset, int32 column, int64 position) const {
+    constexpr int32 pairs = C.rotary_pairs;
+    if (column >= 2 * pairs) return element(offset, column);
+    const bool second = C.rotary == RotaryPairs::halves ? column >= pairs : column % 2 != 0;
+    const int32 pair = C.rotary == RotaryPairs::halves ? column % pairs : column / 2;
+    const core::RotaryParams& r = params.rotary;
+    const float cos = core::load_element(r.cos, C.rotary_dtype,
+                                         position * r.cos_stride[0] + pair * r.cos_stride[1]);
+    const float sin = core::load_element(r.sin, C.rotary_dtype,
+                                         position * r.sin_stride[0] + pair * r.sin_stride[1]);
+    const float a = element(offset, core::rotary_column(C.rotary, pairs, pair, false));
+    const float b = element(offset, core::rotary_column(C.rotary, pairs, pair, true));
+    return second ? fmaf(a, sin, b * cos) : fmaf(a, cos, -(b * sin));
+  }
+
+  // Cosines and sines of four pairs.
+  struct Angles {
+    Four<C.rotary_dtype> cos, sin;
+
+    __forceinline__ void turn(int32 i, float& a, float& b) const {
+      const float2 both_cos = cos.widened(i / 2);
+      const float2 both_sin = sin.widened(i / 2);
+      const float c = i % 2 == 0 ? both_cos.x : both_cos.y;
+      const float s = i % 2 == 0 ? both_sin.x : both_sin.y;
+      const float first = a;
+      a = fmaf(first, c, -(b * s));
+      b = fmaf(first, s, b * c);
+    }
+  };
+
+  __forceinline__ Angles angles(int64 position, int32 pair) const {
+    constexpr int32 size = core::size_bytes(C.rotary_dtype);
+    const core::RotaryParams& r = params.rotary;
+    Angles of;
+    of.cos.load(static_cast<const uint8*>(r.cos) + (position * r.cos_stride[0] + pair) * size);
+    of.sin.load(static_cast<const uint8*>(r.sin) + (position * r.sin_stride[0] + pair) * size);
+    return of;
+  }
+
+  // What widen() has left in x, and its signs.
+  __forceinline__ void turn(const QuantizeRowBlock& rows) {
+    if constexpr (!turns_inside) return;
+    if (row() < rows.used_rows) {
+      const int64 position = place_in_tables(rows);
+      constexpr int32 apart = C.rotary == RotaryPairs::halves ? C.rotary_pairs / 32 : 0;
+#pragma unroll
+      for (int32 j = 0; j < (apart > 0 ? apart : pieces); ++j) {
+#pragma unroll
+        for (int32 h = 0; h<unit; h += apart> 0 ? 4 : 8) {
+          float* const y = x + unit * j + h;
+          const int32 first = 32 * j + unit * thread() + h;
+          if constexpr (apart > 0) {
+            const Angles of = angles(position, first);
+#pragma unroll
+            for (int32 i = 0; i < 4; ++i) of.turn(i, y[i], y[unit * apart + i]);
+          } else if (first < 2 * C.rotary_pairs) {
+            const Angles of = angles(position, first / 2);
+#pragma unroll
+            for (int32 i = 0; i < 4; ++i) of.turn(i, y[2 * i], y[2 * i + 1]);
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int32 j = 0; j < pieces; ++j) {
+#pragma unroll
+      for (int32 g = 0; g < unit / 8; ++g) flip(x + unit * j + 8 * g, signs(j, g));
+    }
+  }
+
+  // -- The rotation
 
   template <int32 stride>
   __forceinline__ void butterfly_inside() {
@@ -517,6 +670,7 @@ struct QuantizeRows : QuantizeBlock<C> {
         next = this->find(place);
         load(next);
       }
+      turn(rows);
       quantize(rows, round);
       if (!more) break;
     }
@@ -529,49 +683,6 @@ struct QuantizeRows : QuantizeBlock<C> {
 // value_key(), is in its registers; its neighbour has the other 16 rows of the block, and the two
 // write a sector. A warp reads 64 columns of two rows at a time: no shared memory, and no barrier
 // up to 64 columns.
-
-// Four elements of a row.
-template <DType dtype>
-struct Four {
-  static constexpr int32 words = core::size_bytes(dtype);
-  uint32 word[words];
-
-  __forceinline__ void load(const void* from) {
-    if constexpr (words == 4) {
-      const uint4 all = *static_cast<const uint4*>(from);
-      word[0] = all.x;
-      word[1] = all.y;
-      word[2] = all.z;
-      word[3] = all.w;
-    } else if constexpr (words == 2) {
-      const uint2 all = *static_cast<const uint2*>(from);
-      word[0] = all.x;
-      word[1] = all.y;
-    } else {
-      word[0] = *static_cast<const uint32*>(from);
-    }
-  }
-
-  // Elements 2 i and 2 i + 1 in 16 bits: bf16, or fp16.
-  __forceinline__ uint32 pair(int32 i) const {
-    if constexpr (words == 2) return word[i];
-    const auto codes = static_cast<uint16>(word[0] >> (16 * i));
-    return unpack_codes<dtype>(codes);
-  }
-
-  __forceinline__ float2 widened(int32 i) const {
-    if constexpr (words == 4) {
-      return {__uint_as_float(word[2 * i]), __uint_as_float(word[2 * i + 1])};
-    } else {
-      return widened_pair(pair(i));
-    }
-  }
-
-  static __forceinline__ float2 widened_pair(uint32 pair) {
-    if constexpr (dtype != DType::bf16) return unpack_f16x2(pair);
-    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
-  }
-};
 
 template <QuantizeConfig C>
 struct QuantizeColumns : QuantizeBlock<C> {

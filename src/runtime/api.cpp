@@ -241,9 +241,16 @@ fovea::Gradients to_gradients(const fovea_gradients* given) {
 }
 
 fovea::Quantization to_quantization(const fovea_quantization& from) {
-  return {to_dtype("quantization", from.dtype),
-          to_enum("quantization", ".scales", from.scales, fovea::Fp8Scales::block),
-          from.rotate != 0, from.seed};
+  fovea::Quantization quantization{
+      to_dtype("quantization", from.dtype),
+      to_enum("quantization", ".scales", from.scales, fovea::Fp8Scales::block), from.rotate != 0,
+      from.seed};
+  if (from.rotary != nullptr) {
+    quantization.rotary = {to_tensor("rotary.cos", from.rotary->cos),
+                           to_tensor("rotary.sin", from.rotary->sin), from.rotary->interleaved != 0,
+                           from.rotary->first_position};
+  }
+  return quantization;
 }
 
 fovea::Quantized to_quantized(const fovea_quantized* given) {

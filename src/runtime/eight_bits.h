@@ -19,6 +19,8 @@ inline constexpr core::int32 max_head_dim_quantized = 256;  // of the rotation's
 // Throw Error for values out of range.
 void check_quantization(const Quantization& quantization);
 void check_eight_bits(const EightBits& eight_bits);
+// Throws Error for a rotary embedding that does not turn this problem's q and k.
+void check_rotary(const Rotary& rotary, const core::Problem& problem);
 
 [[nodiscard]] core::QuantizeOptions quantize_options(const Quantization& quantization);
 

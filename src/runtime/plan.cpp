@@ -375,6 +375,7 @@ Plan plan(const Problem& problem, const Options& options) {
   check_options(options);
   auto choice = std::make_shared<Plan::Choice>();
   choice->problem = validate(problem);
+  if (options.eight_bits) check_rotary(options.eight_bits->quantization.rotary, choice->problem);
   choice->memory = problem.memory;
   require(!options.own_workspace || problem.memory == Memory::device,
           "options.own_workspace is set but memory is host; there the workspace is the caller's");

@@ -4,6 +4,7 @@
 #include <span>
 
 #include "runtime/source.h"
+#include "runtime/text.h"
 
 namespace fovea::runtime {
 
@@ -36,6 +37,14 @@ std::string_view text_of(QuantizePass pass) {
   }
 }
 
+std::string_view text_of(core::RotaryPairs pairing) {
+  switch (pairing) {
+    case core::RotaryPairs::halves: return "halves";
+    case core::RotaryPairs::neighbours: return "neighbours";
+    default: return "none";
+  }
+}
+
 // Eight elements of a row are one access of the kernel (two of fp32).
 bool suits_vectors(const core::View& view, int32 columns) {
   const int64 size = core::size_bytes(view.dtype);
@@ -47,8 +56,47 @@ bool suits_vectors(const core::View& view, int32 columns) {
   return std::all_of(view.stride, view.stride + 3, [&](int64 s) { return s % unit == 0; });
 }
 
+// Whether a kernel has to look for sequences: queries of a rotary embedding stand by their keys.
+bool is_ragged(const core::Problem& p, const core::View& view, const core::Rotary& rotary) {
+  const bool queries = p.cu_seqlens_q != nullptr || p.seqused_q != nullptr;
+  const bool keys = p.cu_seqlens_k != nullptr || p.seqused_k != nullptr;
+  return &view == &p.q ? queries || (rotary && keys) : keys;
+}
+
+// Four angles are one access of the kernel, which has both columns of a pair in one thread.
+bool suits_vectors(const core::Rotary& rotary) {
+  const bool halves = rotary.pairing == core::RotaryPairs::halves;
+  const auto fits = [](const core::View& table) {
+    const auto bytes = static_cast<DeviceAddress>(4 * core::size_bytes(table.dtype));
+    return table.stride[3] == 1 && table.stride[2] % 4 == 0 &&
+           reinterpret_cast<DeviceAddress>(table.data) % bytes == 0;
+  };
+  return !rotary || (rotary.pairs % (halves ? 32 : 4) == 0 && fits(rotary.cos) && fits(rotary.sin));
+}
+
+core::RotaryParams rotary_params(const core::Problem& p, const core::View& view,
+                                 const core::Rotary& rotary) {
+  core::RotaryParams params;
+  if (!rotary || &view == &p.v) return params;
+  params.cos = rotary.cos.data;
+  params.sin = rotary.sin.data;
+  for (int i = 0; i < 2; ++i) {
+    params.cos_stride[i] = rotary.cos.stride[2 + i];
+    params.sin_stride[i] = rotary.sin.stride[2 + i];
+  }
+  params.positions = static_cast<int32>(rotary.positions);
+  params.first = static_cast<int32>(rotary.first);
+  if (&view != &p.q) return params;
+  params.aligned_to_keys = is_ragged(p, view, rotary);
+  if (!params.aligned_to_keys) params.first += static_cast<int32>(p.seqlen_k - p.seqlen_q);
+  params.seqlen_k = static_cast<int32>(p.seqlen_k);
+  params.cu_seqlens_k = p.cu_seqlens_k;
+  params.seqused_k = p.seqused_k;
+  return params;
+}
+
 // q, k or v of a problem, with what the kernels need to find its rows and scales.
-QuantizeParams operand(const core::Problem& p, const core::View& view) {
+QuantizeParams operand(const core::Problem& p, const core::View& view, const core::Rotary& rotary) {
   const core::Fp8Layout l = core::fp8_layout(p);
   const bool queries = &view == &p.q;
   const core::View& scale = queries ? p.q_scale : &view == &p.k ? p.k_scale : p.v_scale;
@@ -68,15 +116,11 @@ QuantizeParams operand(const core::Problem& p, const core::View& view) {
     params.block_table_stride = p.block_table_stride;
     params.page_size = p.page_size;
   }
+  params.rotary = rotary_params(p, view, rotary);
   params.scale = static_cast<const float*>(scale.data);
   std::copy(scale.stride, scale.stride + 3, params.scale_stride);
   params.scale_heads = queries ? p.q_scale_heads : 1;
   return params;
-}
-
-bool is_ragged(const core::Problem& p, const core::View& view) {
-  return &view == &p.q ? p.cu_seqlens_q != nullptr || p.seqused_q != nullptr
-                       : p.cu_seqlens_k != nullptr || p.seqused_k != nullptr;
 }
 
 template <typename Value>
@@ -99,6 +143,9 @@ std::string quantize_text(const QuantizeConfig& c) {
       ", .transpose = " + flag(c.transpose) + ", .vectors = " + flag(c.vectors) +
       ", .scaled = " + flag(c.scaled) + ", .ragged = " + flag(c.ragged) +
       ", .paged = " + flag(c.paged) +
+      ", .rotary = fovea::core::RotaryPairs::" + std::string(text_of(c.rotary)) +
+      ", .rotary_pairs = " + std::to_string(c.rotary_pairs) +
+      ", .rotary_dtype = fovea::core::DType::" + std::string(text_of(c.rotary_dtype)) +
       ", .pass = fovea::core::QuantizePass::" + std::string(text_of(c.pass)) + "}>";
   source.params = "fovea::core::QuantizeParams";
   source.threads = core::quantize_threads(c);
@@ -109,9 +156,19 @@ std::string quantize_text(const QuantizeConfig& c) {
 Quantizer::Quantizer(Device& device, const core::Problem& p, const core::QuantizeOptions& options,
                      const QuantizeParts& parts, bool tolerates_spills)
     : device_(device), options_(options), parts_(parts) {
+  check_tables();
   q_ = build(p, p.q, parts.q, false, tolerates_spills);
   k_ = build(p, p.k, parts.k, false, tolerates_spills);
   v_ = build(p, p.v, parts.v, parts.transpose_v, tolerates_spills);
+}
+
+void Quantizer::check_tables() const {
+  if (!options_.rotary) return;
+  for (const void* table : {options_.rotary.cos.data, options_.rotary.sin.data}) {
+    const auto address = reinterpret_cast<DeviceAddress>(table);
+    require(device_.reaches(address), "rotary.cos or rotary.sin has data at address ", address,
+            ", which is not memory of ", device_.properties().name, "; on a GPU both must be");
+  }
 }
 
 Quantizer::Pass Quantizer::build(const core::Problem& p, const core::View& view, Quantize what,
@@ -131,8 +188,14 @@ Quantizer::Pass Quantizer::build(const core::Problem& p, const core::View& view,
   c.rotate = options_.rotate && !values && !coded;
   c.transpose = transpose;
   c.vectors = suits_vectors(view, columns);
+  if (options_.rotary && !values && !coded) {
+    c.rotary = options_.rotary.pairing;
+    c.rotary_pairs = options_.rotary.pairs;
+    c.rotary_dtype = options_.rotary.cos.dtype;
+    c.vectors = c.vectors && suits_vectors(options_.rotary);
+  }
   c.scaled = static_cast<bool>(values ? p.v_scale : &view == &p.k ? p.k_scale : p.q_scale);
-  c.ragged = is_ragged(p, view);
+  c.ragged = is_ragged(p, view, options_.rotary);
   c.paged = &view != &p.q && p.is_paged();
   const auto load = [&](QuantizePass which) {
     c.pass = which;
@@ -150,9 +213,9 @@ Quantizer::Pass Quantizer::build(const core::Problem& p, const core::View& view,
 }
 
 bool Quantizer::suits(const core::Problem& p) const {
-  const auto fits = [&p](const Pass& pass, const core::View& view, int32 columns) {
+  const auto fits = [&](const Pass& pass, const core::View& view, int32 columns) {
     if (pass.what == Quantize::none) return true;
-    if (is_ragged(p, view) && !pass.config.ragged) return false;
+    if (is_ragged(p, view, options_.rotary) && !pass.config.ragged) return false;
     return pass.what != Quantize::codes || !pass.config.vectors || suits_vectors(view, columns);
   };
   return fits(q_, p.q, p.head_dim) && fits(k_, p.k, p.head_dim) && fits(v_, p.v, p.head_dim_v);
@@ -204,7 +267,7 @@ void Quantizer::run(const Pass& pass, QuantizeParams params, int64 batches, Devi
 
 void Quantizer::run_q(const ForwardCall& call, const Fp8Operands& operands, DeviceAddress scratch,
                       Stream stream) const {
-  QuantizeParams params = operand(call.problem, call.problem.q);
+  QuantizeParams params = operand(call.problem, call.problem.q, options_.rotary);
   params.codes = pointer_to<core::uint8>(operands.q);
   params.q_scale = pointer_to<float>(operands.q_scale);
   run(q_, params, core::fp8_layout(call.problem).batches_q, scratch, stream);
@@ -214,11 +277,11 @@ void Quantizer::run_keys(const ForwardCall& call, const Fp8Operands& operands,
                          DeviceAddress scratch, Stream stream) const {
   const core::Problem& p = call.problem;
   const int64 batches = core::fp8_layout(p).batches_k;
-  QuantizeParams k = operand(p, p.k);
+  QuantizeParams k = operand(p, p.k, options_.rotary);
   k.codes = pointer_to<core::uint8>(operands.k);
   k.key_scale = pointer_to<core::KeyScale>(operands.key_scale);
   run(k_, k, batches, scratch, stream);
-  QuantizeParams v = operand(p, p.v);
+  QuantizeParams v = operand(p, p.v, options_.rotary);
   v.codes = pointer_to<core::uint8>(operands.v);
   v.key_scale = pointer_to<core::KeyScale>(operands.key_scale);
   run(v_, v, batches, scratch, stream);
@@ -239,7 +302,7 @@ void Quantizer::run_rows(const ForwardCall& call, const RowOperands& operands,
               {v_, p.v, l.batches_k, operands.v, operands.v_scale}};
   for (const auto& row : rows) {
     if (row.codes == 0) continue;
-    QuantizeParams params = operand(p, row.view);
+    QuantizeParams params = operand(p, row.view, options_.rotary);
     params.codes = pointer_to<core::uint8>(row.codes);
     params.q_scale = pointer_to<float>(row.scale);
     run(row.pass, params, row.batches, scratch, stream);

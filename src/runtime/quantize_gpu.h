@@ -62,7 +62,8 @@ class Quantizer {
  public:
   // The problem's dtypes, head dimensions, alignments and strides decide the kernels; later
   // problems must agree in these. Throws CompileError, also for a kernel that spills registers
-  // unless that is tolerated (slow, but right), Unsupported (no compiler) or DeviceError.
+  // unless that is tolerated (slow, but right), Unsupported (no compiler) or DeviceError; Error where
+  // tables of the rotary embedding are not memory of the device.
   Quantizer(Device& device, const core::Problem& problem, const core::QuantizeOptions& options,
             const QuantizeParts& parts = {}, bool tolerates_spills = false);
 
@@ -91,6 +92,7 @@ class Quantizer {
     std::shared_ptr<Kernel> write;
   };
 
+  void check_tables() const;  // of the rotary embedding
   Pass build(const core::Problem& problem, const core::View& view, Quantize what, bool transpose,
              bool tolerates_spills) const;
   void run(const Pass& pass, core::QuantizeParams params, core::int64 batches,

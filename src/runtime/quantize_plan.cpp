@@ -225,6 +225,7 @@ QuantizePlan plan_quantize(const Problem& problem, const Quantization& quantizat
   const core::Problem& p = choice->problem;
   require(!core::is_eight_bit(p.q.dtype), "q has dtype ", problem.q.dtype,
           "; what is to be quantised must be f32, bf16 or f16");
+  check_rotary(quantization.rotary, p);
   require(!p.is_paged(),
           "block_table is given; pages are not quantised, so give dense or packed"
           " keys");

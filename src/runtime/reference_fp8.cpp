@@ -47,6 +47,7 @@ Reference reference_fp8(const Problem& problem, const Fp8Arithmetic& a, int thre
   check_quantization(a.quantization);
   const core::Problem p = validate(problem);
   check(p);
+  check_rotary(a.quantization.rotary, p);
   const core::Fp8Layout l = core::fp8_layout(p);
   std::vector<core::uint8> codes(static_cast<std::size_t>(l.q_bytes + l.k_bytes + l.v_bytes));
   std::vector<float> q_scale(static_cast<std::size_t>(l.q_scale_bytes) / sizeof(float), 1.0f);

@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -44,6 +45,10 @@ struct QuantizeCase {
   core::DType to = core::DType::e4m3;
   bool scaled = false;  // the elements have scales: of a (sequence, KV head), and of blocks
   int32 page_size = 0;  // of k and v, in reversed order
+  int64 rows_q = 0;     // fewer than of k and v, and all of them used
+  core::RotaryPairs rotary = core::RotaryPairs::none;
+  int32 rotary_pairs = 32;
+  core::DType rotary_dtype = core::DType::bf16;
 };
 
 std::ostream& operator<<(std::ostream& out, const QuantizeCase& c) { return out << c.name; }
@@ -114,6 +119,10 @@ TEST_P(QuantizeKernels, AgreeWithTheirTwin) {
   p.total_q = p.total_k = total;
   if (!c.cu_seqlens.empty()) p.cu_seqlens_q = p.cu_seqlens_k = c.cu_seqlens.data();
   if (!c.seqused.empty()) p.seqused_q = p.seqused_k = c.seqused.data();
+  if (c.rows_q > 0) {
+    p.seqlen_q = c.rows_q;
+    p.seqused_q = nullptr;
+  }
   std::vector<float> scales;
   if (c.scaled) {
     for (int i = 0; i < 64; ++i) scales.push_back(0.5f + 0.0625f * static_cast<float>(i));
@@ -133,7 +142,18 @@ TEST_P(QuantizeKernels, AgreeWithTheirTwin) {
     p.k.stride[0] = p.k.stride[1] * c.page_size;
     p.v.stride[0] = p.v.stride[1] * c.page_size;
   }
-  const core::QuantizeOptions options{c.granularity, c.rotate, 42, c.to};
+  core::QuantizeOptions options{c.granularity, c.rotate, 42, c.to};
+  QuantizeCase tables;
+  tables.dtype = c.rotary_dtype;
+  tables.rows = 400;
+  const HostTensor cos(tables, 1, c.rotary_pairs, 4);
+  const HostTensor sin(tables, 1, c.rotary_pairs, 5);
+  if (c.rotary != core::RotaryPairs::none) {
+    const int64 strides[] = {0, 0, c.rotary_pairs, 1};
+    options.rotary = {c.rotary, c.rotary_pairs, 400, 7, cos.view, sin.view};
+    std::copy_n(strides, 4, options.rotary.cos.stride);
+    std::copy_n(strides, 4, options.rotary.sin.stride);
+  }
   const std::vector<std::vector<uint8>> expected = run_on_cpu(p, options);
 
   for (const std::string& name : test_devices()) {
@@ -170,8 +190,14 @@ TEST_P(QuantizeKernels, AgreeWithTheirTwin) {
       return upload(bytes);
     };
     if (!c.seqused.empty()) {
-      call.problem.seqused_q = call.problem.seqused_k =
-          reinterpret_cast<const int32*>(upload_list(c.seqused));
+      const auto there = reinterpret_cast<const int32*>(upload_list(c.seqused));
+      call.problem.seqused_k = there;
+      if (p.seqused_q != nullptr) call.problem.seqused_q = there;
+    }
+    core::QuantizeOptions on_device = options;
+    if (options.rotary) {
+      on_device.rotary.cos.data = reinterpret_cast<void*>(upload(cos.bytes));
+      on_device.rotary.sin.data = reinterpret_cast<void*>(upload(sin.bytes));
     }
     if (c.page_size > 0) {
       call.problem.block_table = reinterpret_cast<const int32*>(upload_list(table));
@@ -183,7 +209,7 @@ TEST_P(QuantizeKernels, AgreeWithTheirTwin) {
     std::vector<DeviceAddress> places;
     for (const std::vector<uint8>& bytes : expected) places.push_back(reserve(bytes.size()));
     const runtime::Fp8Operands operands{places[0], places[1], places[2], places[3], places[4]};
-    const runtime::Quantizer quantizer(*device, call.problem, options);
+    const runtime::Quantizer quantizer(*device, call.problem, on_device);
     const DeviceAddress scratch = reserve(quantizer.scratch_bytes(p) + 4);
     quantizer.run_q(call, operands, scratch);
     quantizer.run_keys(call, operands, scratch);
@@ -222,6 +248,26 @@ const QuantizeCase quantize_cases[] = {
      .heads_kv = 2,
      .granularity = core::ScaleGranularity::head},
     {.name = "unrotated", .rotate = false},
+    {.name = "rotary", .rows_q = 40, .rotary = core::RotaryPairs::halves, .rotary_pairs = 64},
+    {.name = "rotary_d256_seqused",
+     .batch = 2,
+     .rows = 70,
+     .head_dim = 256,
+     .seqused = {70, 33},
+     .rows_q = 20,
+     .rotary = core::RotaryPairs::halves,
+     .rotary_dtype = core::DType::f32},
+    {.name = "rotary_neighbours_packed",
+     .dtype = core::DType::f16,
+     .head_dim = 64,
+     .cu_seqlens = {0, 50, 50, 178, 179, 300},
+     .rotary = core::RotaryPairs::neighbours,
+     .rotary_dtype = core::DType::f16},
+    {.name = "rotary_part_of_columns",
+     .head_dim = 80,
+     .to = core::DType::s8,
+     .rotary = core::RotaryPairs::halves,
+     .rotary_pairs = 20},
     {.name = "specials", .rotate = false, .specials = true},
     {.name = "specials_rotated", .specials = true},
     {.name = "specials_one_scale",
