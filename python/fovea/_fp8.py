@@ -34,6 +34,10 @@ def quantize_fp8(
     cu_seqlens_q: Array = None,
     cu_seqlens_k: Array = None,
     softmax_scale: float | None = None,
+    rotary_cos: Array = None,
+    rotary_sin: Array = None,
+    rotary_interleaved: bool = False,
+    first_position: int = 0,
 ) -> Quantized:
     """Codes of 8 bits and their scales, powers of two but for int8.
 
@@ -45,6 +49,9 @@ def quantize_fp8(
     rotate: multiply q and k by random signs (of `seed`) and a Hadamard matrix, which leaves q k^T
         alone and spreads outliers over all columns; columns are then padded to a multiple of 32
     softmax_scale: default 1 / sqrt(head_dim), of the head dimension before that
+    rotary_cos, rotary_sin: (positions, rotary_dim / 2): turn q and k first. Key j of a sequence
+        stands at first_position + j, and its last query where its last key does
+    rotary_interleaved: turn the pairs (0, 1), (2, 3), ...; else (0, rotary_dim / 2), ...
 
     Returns tensors of the same rank, descales (batch, heads, blocks) or, for packed tensors,
     (1, heads, blocks), and the softmax_scale to pass on. q and k must be rotated with one seed.
@@ -78,8 +85,13 @@ def quantize_fp8(
     )
     names = (name, name, "float8_e4m3fn" if name == "int8" else name)
     rotate, seed = flag(rotate, "rotate"), integer(seed, "seed", 0, 2**64 - 1)
+    rotary_interleaved = flag(rotary_interleaved, "rotary_interleaved")
+    first_position = integer(first_position, "first_position", 0, 2**31 - 1)
     with contextlib.nullcontext() if device is None else library.current(device):
-        plan = _native.plan_quantize(call, name, scales, rotate, seed)
+        plan = _native.plan_quantize(
+            call, name, scales, rotate, seed, rotary_cos, rotary_sin, rotary_interleaved,
+            first_position,
+        )
         made = [
             library.empty(q, shape, of) for shape, of in zip(plan.shapes[:3], names, strict=True)
         ]

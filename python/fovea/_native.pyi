@@ -68,7 +68,15 @@ class QuantizePlan:
     def run(self, call: Call, tensors: list[Any], workspace: Any) -> None: ...
 
 def plan_quantize(
-    call: Call, dtype: str, scales: str, rotate: bool, seed: int
+    call: Call,
+    dtype: str,
+    scales: str,
+    rotate: bool,
+    seed: int,
+    rotary_cos: Any,
+    rotary_sin: Any,
+    rotary_interleaved: bool,
+    first_position: int,
 ) -> QuantizePlan: ...
 def plan(call: Call, device: str, threads: int) -> Plan: ...
 def attention(

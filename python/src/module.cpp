@@ -96,8 +96,16 @@ void attention_backward(const Call& call, nb::handle dout, nb::handle dlse, nb::
 // (batch, heads, blocks).
 using Shapes = std::vector<std::vector<std::int64_t>>;
 
-QuantizePlan plan_quantize(const Call& call, const std::string& dtype, const std::string& scales,
-                           bool rotate, std::uint64_t seed) {
+// A plan, and the tables that it reads whenever it runs.
+struct Quantizer {
+  QuantizePlan plan;
+  std::array<Array, 2> tables;
+};
+
+// cos and sin: (positions, pairs), or None.
+Quantizer plan_quantize(const Call& call, const std::string& dtype, const std::string& scales,
+                        bool rotate, std::uint64_t seed, nb::handle cos, nb::handle sin,
+                        bool interleaved, std::int64_t first_position) {
   Quantization quantization;
   quantization.dtype = dtype == "int8"          ? DType::s8
                        : dtype == "float8_e5m2" ? DType::e5m2
@@ -110,11 +118,33 @@ QuantizePlan plan_quantize(const Call& call, const std::string& dtype, const std
   quantization.scales = static_cast<Fp8Scales>(found - names.begin());
   quantization.rotate = rotate;
   quantization.seed = seed;
-  return fovea::plan_quantize(call.problem(), quantization, ValueLayout::rows);
+  quantization.rotary.interleaved = interleaved;
+  quantization.rotary.first_position = first_position;
+  static constexpr std::size_t dims[]{2, 3};
+  const auto table = [&](nb::handle object, const char* name, Tensor& to) {
+    Array array(object, name, Access::read);
+    if (!array.present()) return array;
+    if (array.rank() != std::size(dims)) {
+      throw nb::value_error((std::string(name) + " has " + std::to_string(array.rank()) +
+                             " dimensions; it must have 2, (positions, rotary_dim / 2)")
+                                .c_str());
+    }
+    if (!same_device(array.device(), call.device())) {
+      throw nb::value_error((std::string(name) + " is on " + device_name(array.device()) +
+                             " but q is on " + device_name(call.device()) +
+                             "; they must be on one device")
+                                .c_str());
+    }
+    to = to_tensor(array, name, dims);
+    return array;
+  };
+  std::array<Array, 2> tables{table(cos, "rotary_cos", quantization.rotary.cos),
+                              table(sin, "rotary_sin", quantization.rotary.sin)};
+  return {fovea::plan_quantize(call.problem(), quantization, ValueLayout::rows), std::move(tables)};
 }
 
-Shapes quantized_shapes(const QuantizePlan& plan) {
-  const Quantized to = plan.operands();
+Shapes quantized_shapes(const Quantizer& quantizer) {
+  const Quantized to = quantizer.plan.operands();
   Shapes shapes;
   for (const Tensor* tensor : {&to.q, &to.k, &to.v}) {
     shapes.emplace_back(tensor->shape.begin(), tensor->shape.end());
@@ -127,11 +157,11 @@ Shapes quantized_shapes(const QuantizePlan& plan) {
 
 // tensors: q, k, v, q_scale, k_scale and v_scale, dense, in the shapes of quantized_shapes() and
 // 8-bit or float32 elements.
-void quantize(const QuantizePlan& plan, const Call& call, const std::vector<nb::object>& tensors,
+void quantize(const Quantizer& quantizer, const Call& call, const std::vector<nb::object>& tensors,
               nb::handle workspace) {
   static constexpr std::array fields{&Quantized::q,       &Quantized::k,       &Quantized::v,
                                      &Quantized::q_scale, &Quantized::k_scale, &Quantized::v_scale};
-  Quantized to = plan.operands();
+  Quantized to = quantizer.plan.operands();
   std::array<Array, std::size(fields) + 1> alive;
   for (std::size_t i = 0; i < fields.size(); ++i) {
     alive[i] = Array(tensors.at(i), "a quantised tensor", Access::write);
@@ -144,7 +174,7 @@ void quantize(const QuantizePlan& plan, const Call& call, const std::vector<nb::
     bytes = {static_cast<std::byte*>(scratch.data()), static_cast<std::size_t>(scratch.shape()[0])};
   }
   const nb::gil_scoped_release unlocked;
-  plan.run(call.problem(), to, bytes);
+  quantizer.plan.run(call.problem(), to, bytes);
 }
 
 Plan plan(const Call& call, const std::string& device, int threads) {
@@ -396,11 +426,13 @@ void bind(nb::module_& module) {
       .def_prop_ro("device", [](const Plan& self) { return std::string(name(self.device())); })
       .def("explain", &Plan::explain)
       .def("run", run, "call"_a, "workspace"_a.none());
-  nb::class_<QuantizePlan>(module, "QuantizePlan", "Quantisation of the tensors of a call.")
-      .def_prop_ro("workspace_bytes", &QuantizePlan::workspace_bytes)
+  nb::class_<Quantizer>(module, "QuantizePlan", "Quantisation of the tensors of a call.")
+      .def_prop_ro("workspace_bytes", [](const Quantizer& q) { return q.plan.workspace_bytes(); })
       .def_prop_ro("shapes", quantized_shapes)
       .def("run", quantize, "call"_a, "tensors"_a, "workspace"_a.none());
-  module.def("plan_quantize", plan_quantize, "call"_a, "dtype"_a, "scales"_a, "rotate"_a, "seed"_a);
+  module.def("plan_quantize", plan_quantize, "call"_a, "dtype"_a, "scales"_a, "rotate"_a, "seed"_a,
+             "rotary_cos"_a.none(), "rotary_sin"_a.none(), "rotary_interleaved"_a,
+             "first_position"_a);
   module.def("plan", plan, "call"_a, "device"_a, "threads"_a);
   module.def("attention", attention, "call"_a, "allocate"_a.none() = nb::none(),
              "device"_a = "auto");

@@ -174,6 +174,36 @@ def test_quantize_packed(kind, rng):
         assert error < 0.06
 
 
+def turned(x, cos, sin, first, interleaved):
+    x, pairs = x.astype(np.float64), cos.shape[1]
+    one = slice(0, 2 * pairs, 2) if interleaved else slice(0, pairs)
+    two = slice(1, 2 * pairs, 2) if interleaved else slice(pairs, 2 * pairs)
+    c, s = (t[first : first + x.shape[1], None].astype(np.float64) for t in (cos, sin))
+    result = x.copy()
+    result[..., one] = x[..., one] * c - x[..., two] * s
+    result[..., two] = x[..., one] * s + x[..., two] * c
+    return result.astype(np.float32)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_quantize_turns(kind, rng, interleaved):
+    q, k, v = tensors(rng, dim=40)
+    angles = np.arange(k.shape[1] + 4)[:, None] / 10.0 ** (np.arange(16) / 8)
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    made = fovea.quantize_fp8(
+        *(kind.make(x) for x in (q, k, v)), rotary_cos=kind.make(cos), rotary_sin=kind.make(sin),
+        rotary_interleaved=interleaved, first_position=4,
+    )
+    out = kind.back(fovea.flash_attn_func(**made._asdict(), causal=True))
+    first = 4 + k.shape[1] - q.shape[1]
+    q_turned = turned(q, cos, sin, first, interleaved)
+    k_turned = turned(k, cos, sin, 4, interleaved)
+    expected, _ = attention(q_turned, k_turned, v, causal=True)
+    assert np.sqrt(np.mean((out - expected) ** 2)) < 0.06
+    unturned, _ = attention(q, k, v, causal=True)
+    assert np.sqrt(np.mean((out - unturned) ** 2)) > 0.1
+
+
 def test_faults_are_named(kind, rng):
     q, k, v = (kind.codes(x, "float8_e4m3fn") for x in tensors(rng))
     with pytest.raises(ValueError, match="^k_descale has shape"):
@@ -181,6 +211,11 @@ def test_faults_are_named(kind, rng):
     if not isinstance(kind, Cuda):  # where the values are for the kernels alone to see
         with pytest.raises(ValueError, match="^v_descale is 0"):
             fovea.flash_attn_func(q, k, v, v_descale=kind.make(np.zeros((2, 2), np.float32)))
+    x, table = (kind.make(np.ones(n, np.float32)) for n in ((1, 9, 2, 16), (8, 8)))
+    with pytest.raises(ValueError, match="^rotary.cos has 8 rows but the last key"):
+        fovea.quantize_fp8(x, x, x, rotary_cos=table, rotary_sin=table)
+    with pytest.raises(ValueError, match="^rotary_cos has 4 dimensions; it must have 2"):
+        fovea.quantize_fp8(x, x, x, rotary_cos=x, rotary_sin=x)
     with pytest.raises(ValueError, match="^dtype is float32"):
         fovea.quantize_fp8(q, k, v, dtype="float32")
     with pytest.raises(ValueError, match="^q has dtype .*float8"):

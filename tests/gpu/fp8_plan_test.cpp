@@ -207,6 +207,93 @@ TEST(Fp8Plan, ReadsQuantisedOperandsInPlace) {
   for (const Device gpu : gpu_devices()) read_in_place(gpu);
 }
 
+// Cosines or sines of 160 positions, each pair with a frequency of its own.
+class Angles {
+ public:
+  explicit Angles(Index pairs) : pairs_(pairs) {
+    for (Index i = 0; i < 160 * pairs; ++i) {
+      const double angle = static_cast<double>(i / pairs) / std::pow(100.0, angle_of(i % pairs));
+      cos_.push_back(static_cast<float>(std::cos(angle)));
+      sin_.push_back(static_cast<float>(std::sin(angle)));
+    }
+  }
+
+  Rotary rotary(bool interleaved, Index first) {
+    return {contiguous(cos_.data(), DType::f32, {1, 1, 160, pairs_}),
+            contiguous(sin_.data(), DType::f32, {1, 1, 160, pairs_}), interleaved, first};
+  }
+
+  // Rows of x stand at positions from `first` on.
+  void turn(const Tensor& x, Index first, bool interleaved) const {
+    for (Index row = 0; row < x.shape[1]; ++row) {
+      for (Index head = 0; head < x.shape[2]; ++head) {
+        for (Index i = 0; i < pairs_; ++i) {
+          auto* const base = static_cast<float*>(x.data) + row * x.stride[1] + head * x.stride[2];
+          float& a = base[(interleaved ? 2 * i : i) * x.stride[3]];
+          float& b = base[(interleaved ? 2 * i + 1 : i + pairs_) * x.stride[3]];
+          const auto at = static_cast<std::size_t>((first + row) * pairs_ + i);
+          const double turned = double{a} * cos_[at] - double{b} * sin_[at];
+          b = static_cast<float>(double{a} * sin_[at] + double{b} * cos_[at]);
+          a = static_cast<float>(turned);
+        }
+      }
+    }
+  }
+
+ private:
+  double angle_of(Index pair) const {
+    return static_cast<double>(pair) / static_cast<double>(pairs_);
+  }
+
+  Index pairs_;
+  std::vector<float> cos_, sin_;
+};
+
+// The same as turning q and k before; the last of 70 queries stands beside the last of 150 keys.
+TEST(Fp8Plan, TurnsQueriesAndKeysInFront) {
+  for (const bool interleaved : {false, true}) {
+    CaseSpec spec = spec_of("rotary", 80);
+    spec.dtype = DType::f32;
+    Call fused(spec);
+    Call before(spec);
+    Angles angles(24);
+    Quantization quantization;
+    const Options plain{.device = Device::cpu, .eight_bits = EightBits{quantization}};
+    attention(before.problem, plain);
+    const std::vector<double> unturned = before.out.values();
+    angles.turn(before.problem.q, 83, interleaved);
+    angles.turn(before.problem.k, 3, interleaved);
+    attention(before.problem, plain);
+    quantization.rotary = angles.rotary(interleaved, 3);
+    attention(fused.problem, {.device = Device::cpu, .eight_bits = EightBits{quantization}});
+    const double error = distance(before.out.values(), reference(before.problem).out);
+    EXPECT_LE(distance(fused.out.values(), before.out.values()), 0.2 * error);
+    EXPECT_GE(distance(fused.out.values(), unturned), 2.0 * error) << "nothing was turned";
+  }
+}
+
+TEST(Fp8Plan, RefusesARotaryEmbeddingThatDoesNotFit) {
+  Call call(spec_of("rotary", 64));
+  Angles angles(32);
+  const auto refusal = [&](const Rotary& rotary, Device device = Device::cpu) {
+    Quantization quantization;
+    quantization.rotary = rotary;
+    return refusal_of(call.problem, {.device = device, .eight_bits = EightBits{quantization}});
+  };
+  EXPECT_EQ(refusal(angles.rotary(false, 10)), "nothing");
+  EXPECT_NE(refusal(angles.rotary(false, 11)).find("the last key may stand at position 160"),
+            std::string::npos);
+  EXPECT_NE(refusal(Angles(33).rotary(true, 0)).find("33 columns, which turn more than"),
+            std::string::npos);
+  Rotary half = angles.rotary(false, 0);
+  half.sin.present = false;
+  EXPECT_NE(refusal(half).find("give both or none"), std::string::npos);
+  for (const Device device : gpu_devices()) {
+    EXPECT_NE(refusal(angles.rotary(false, 0), device).find("which is not memory of"),
+              std::string::npos);
+  }
+}
+
 TEST(Fp8Plan, SaysWhatItDoesNotDo) {
   CaseSpec spec = spec_of("refused");
   spec.alibi = true;
