@@ -124,7 +124,7 @@ Quantizer plan_quantize(const Call& call, const std::string& dtype, const std::s
   const auto table = [&](nb::handle object, const char* name, Tensor& to) {
     Array array(object, name, Access::read);
     if (!array.present()) return array;
-    if (array.rank() != std::size(dims)) {
+    if (array.shape().size() != std::size(dims)) {
       throw nb::value_error((std::string(name) + " has " + std::to_string(array.rank()) +
                              " dimensions; it must have 2, (positions, rotary_dim / 2)")
                                 .c_str());
