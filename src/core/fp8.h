@@ -210,10 +210,11 @@ constexpr int32 quantize_ctas(const QuantizeConfig& c) {
   const int32 size = c.vectors ? size_bytes(c.dtype) : 4;
   const int32 elements = c.transpose ? 64 : c.columns / quantize_lanes(c);
   const int32 widened = c.transpose ? 0 : elements;
-  const int32 others = c.paged || c.rotary != RotaryPairs::none ? 64
-                       : !c.transpose || !c.vectors             ? 48
-                       : size > 1                               ? 40
-                                                                : 64;
+  const int32 others = c.rotary != RotaryPairs::none ? 80
+                       : c.paged                     ? 64
+                       : !c.transpose || !c.vectors  ? 48
+                       : size > 1                    ? 40
+                                                     : 64;
   const int32 registers = round_up(widened + elements * size / 4 + others, 8);
   return static_cast<int32>(max64(512 / registers * 128 / quantize_threads(c), 1));
 }

@@ -67,7 +67,7 @@ bool is_ragged(const core::Problem& p, const core::View& view, const core::Rotar
 bool suits_vectors(const core::Rotary& rotary) {
   const bool halves = rotary.pairing == core::RotaryPairs::halves;
   const auto fits = [](const core::View& table) {
-    const auto bytes = static_cast<DeviceAddress>(4 * core::size_bytes(table.dtype));
+    const DeviceAddress bytes = 4 * static_cast<DeviceAddress>(core::size_bytes(table.dtype));
     return table.stride[3] == 1 && table.stride[2] % 4 == 0 &&
            reinterpret_cast<DeviceAddress>(table.data) % bytes == 0;
   };

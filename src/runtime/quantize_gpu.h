@@ -62,8 +62,8 @@ class Quantizer {
  public:
   // The problem's dtypes, head dimensions, alignments and strides decide the kernels; later
   // problems must agree in these. Throws CompileError, also for a kernel that spills registers
-  // unless that is tolerated (slow, but right), Unsupported (no compiler) or DeviceError; Error where
-  // tables of the rotary embedding are not memory of the device.
+  // unless that is tolerated (slow, but right), Unsupported (no compiler) or DeviceError; Error
+  // where tables of the rotary embedding are not memory of the device.
   Quantizer(Device& device, const core::Problem& problem, const core::QuantizeOptions& options,
             const QuantizeParts& parts = {}, bool tolerates_spills = false);
 

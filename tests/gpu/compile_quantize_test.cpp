@@ -60,6 +60,13 @@ QuantizeConfig integers(QuantizeConfig c) {
   return c;
 }
 
+// With tables of the widest type.
+QuantizeConfig turned(QuantizeConfig c, core::RotaryPairs pairing) {
+  c.rotary = pairing;
+  c.rotary_pairs = c.columns / 2;
+  return c;
+}
+
 class CompileQuantize : public testing::TestWithParam<Variant> {};
 
 TEST_P(CompileQuantize, SpillsNothing) {
@@ -71,18 +78,20 @@ TEST_P(CompileQuantize, SpillsNothing) {
 
 INSTANTIATE_TEST_SUITE_P(
     Variants, CompileQuantize,
-    testing::Values(Variant{"rows_d64", rows(DType::bf16, 64)},
-                    Variant{"rows_d256", rows(DType::bf16, 256)},
-                    Variant{"rows_d128_integers", integers(rows(DType::bf16, 128))},
-                    Variant{"rows_d64_f32", rows(DType::f32, 64)},
-                    Variant{"rows_d64_scattered", scattered(rows(DType::bf16, 64))},
-                    Variant{"rows_d256_f32_pages", paged(rows(DType::f32, 256))},
-                    Variant{"columns_d128", columns(DType::bf16, 128)},
-                    Variant{"columns_d128_pages", paged(columns(DType::bf16, 128))},
-                    Variant{"columns_d256_f32", columns(DType::f32, 256)},
-                    Variant{"columns_d256_scattered", scattered(columns(DType::f16, 256))},
-                    Variant{"columns_d128_e4m3", coded(columns(DType::e4m3, 128))},
-                    Variant{"columns_d64_e5m2_pages", paged(coded(columns(DType::e5m2, 64)))}),
+    testing::Values(
+        Variant{"rows_d64", rows(DType::bf16, 64)}, Variant{"rows_d256", rows(DType::bf16, 256)},
+        Variant{"rows_d128_integers", integers(rows(DType::bf16, 128))},
+        Variant{"rows_d64_f32", rows(DType::f32, 64)},
+        Variant{"rows_d64_scattered", scattered(rows(DType::bf16, 64))},
+        Variant{"rows_d256_f32_pages", paged(rows(DType::f32, 256))},
+        Variant{"rows_d64_turned", turned(rows(DType::bf16, 64), core::RotaryPairs::halves)},
+        Variant{"rows_d256_turned", turned(rows(DType::bf16, 256), core::RotaryPairs::neighbours)},
+        Variant{"columns_d128", columns(DType::bf16, 128)},
+        Variant{"columns_d128_pages", paged(columns(DType::bf16, 128))},
+        Variant{"columns_d256_f32", columns(DType::f32, 256)},
+        Variant{"columns_d256_scattered", scattered(columns(DType::f16, 256))},
+        Variant{"columns_d128_e4m3", coded(columns(DType::e4m3, 128))},
+        Variant{"columns_d64_e5m2_pages", paged(coded(columns(DType::e5m2, 64)))}),
     [](const auto& tested) { return tested.param.name; });
 
 }  // namespace
