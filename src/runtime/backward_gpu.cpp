@@ -187,13 +187,19 @@ void fill_features(BwdParams& params, const Problem& p, const Gradients& g, cons
   params.dbias.parts = static_cast<int32>(bias.parts);
 }
 
-// (sequence, KV head) pairs whose rows of q, dout and dq_sums fit half of the L2 together.
-int32 pairs_in_cache(const Problem& p, const DeviceProperties& chip) {
-  const auto bytes = static_cast<std::uint64_t>(
-      p.seqlen_q * p.group_size() * (2 * p.head_dim + 2 * p.head_dim_v + 4 * p.head_dim));
-  const auto pairs = static_cast<std::uint64_t>(sequences(p) * p.heads_kv);
-  return static_cast<int32>(std::clamp<std::uint64_t>(
-      chip.l2_bytes / 2 / std::max<std::uint64_t>(bytes, 1), 1, std::max<std::uint64_t>(pairs, 1)));
+// How many (sequence, KV head) pairs are dealt together: those whose rows of q, dout and dq_sums
+// fit half of the L2. If it can be between half of them and all, a part of which there is a whole
+// number: of a rest of pairs the longest blocks of keys would begin last.
+int32 pairs_of_section(const Problem& p, const DeviceProperties& chip) {
+  const int64 bytes =
+      p.seqlen_q * p.group_size() * (2 * p.head_dim + 2 * p.head_dim_v + 4 * p.head_dim);
+  const int64 pairs = std::max<int64>(sequences(p) * p.heads_kv, 1);
+  const int64 fitting = std::clamp<int64>(
+      static_cast<int64>(chip.l2_bytes / 2) / std::max<int64>(bytes, 1), 1, pairs);
+  for (int64 section = fitting; 2 * section >= fitting; --section) {
+    if (pairs % section == 0) return static_cast<int32>(section);
+  }
+  return static_cast<int32>(fitting);
 }
 
 // Everything but the tensor maps.
@@ -232,7 +238,7 @@ BwdParams fill_params(const BackwardCall& call, const BwdConfig& config,
   params.scale_log2 = p.softmax_scale * core::log2_e;
   params.q_blocks = static_cast<int32>(query_blocks(p, config));
   params.key_blocks = static_cast<int32>(key_blocks(p, config));
-  params.section = pairs_in_cache(p, chip);
+  params.section = pairs_of_section(p, chip);
   params.trace = call.trace;
   return params;
 }
