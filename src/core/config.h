@@ -49,18 +49,20 @@ struct FwdConfig {
   bool chunked = true;  // gather: rows are whole 16-byte chunks at 16-byte aligned addresses
   bool packed = false;  // the query heads that share a key/value head are rows of one tile
   bool split = false;   // tiles are parts of the keys; they leave out and lse of a part, in fp32
+  bool tail = false;    // the last tiles may be parts of the keys, merged by who computes the last
   bool has_alibi = false;
   bool has_bias = false;
   DType bias_dtype = DType::f32;
   bool has_mask = false;
   bool has_dropout = false;
-  bool tma_out = true;     // out has out_dtype == dtype and strides that the copy engine takes
-  bool out_apart = true;   // out is staged in memory of its own, not in that of q
-  bool persistent = true;  // CTAs take tile after tile
-  bool ping_pong = true;   // warpgroups take turns at issuing products
-  bool overlap = true;     // scores of a tile and weights x values of the one before in flight
-  int32 promote = 0;       // fp8: key tiles summed by the tensor cores alone (core/fp8.h); 0: all
-  bool trace = false;      // one CTA writes a timeline
+  bool tma_out = true;      // out has out_dtype == dtype and strides that the copy engine takes
+  bool out_apart = true;    // out is staged in memory of its own, not in that of q
+  bool out_direct = false;  // out is not staged: threads store it, 16 bytes at a time
+  bool persistent = true;   // CTAs take tile after tile
+  bool ping_pong = true;    // warpgroups take turns at issuing products
+  bool overlap = true;      // scores of a tile and weights x values of the one before in flight
+  int32 promote = 0;        // fp8: key tiles summed by the tensor cores alone (core/fp8.h); 0: all
+  bool trace = false;       // one CTA writes a timeline
   bool operator==(const FwdConfig&) const = default;
 };
 
@@ -80,14 +82,24 @@ constexpr bool modifies_scores(const FwdConfig& c) {
 constexpr bool rows_differ(const FwdConfig& c) {
   return is_windowed(c) || c.has_bias || c.has_mask || c.has_dropout;
 }
+// Tiles of which the last may be computed in parts: equally long, of whole rows.
+constexpr bool may_have_tail(const FwdConfig& c) {
+  return c.persistent && !c.packed && !c.split && !c.ragged && !rows_differ(c) &&
+         size_bytes(c.dtype) == 2;
+}
 constexpr DType stored_dtype(const FwdConfig& c) { return c.split ? DType::f32 : c.out_dtype; }
 constexpr int32 rows_of(const FwdConfig& c) { return 64 * c.warpgroups; }
 constexpr int32 query_box_rows(const FwdConfig& c) { return rows_of(c); }
 constexpr int32 out_box_rows(const FwdConfig&) { return 16; }
+// What a thread leaves of a part of a tile in a tail: out, and reference and sum of its two rows.
+constexpr int32 part_floats(const FwdConfig& c) { return c.head_dim_v / 2 + 4; }
 constexpr int32 threads_of(const FwdConfig& c) { return 128 * (c.warpgroups + 1); }
 constexpr int32 ctas_of(const FwdConfig&) { return 1; }  // that share keys
 constexpr int32 key_rows_of(const FwdConfig& c) { return c.tile_k; }
 constexpr int32 value_rows_of(const FwdConfig& c) { return key_rows_of(c); }
+
+// Whether q's memory holds nothing but queries.
+constexpr bool q_apart(const FwdConfig& c) { return c.out_apart || c.out_direct || !c.tma_out; }
 
 // Dynamic shared memory: q, the rings of k and v, out where it is apart, barriers.
 constexpr int32 shared_bytes(const FwdConfig& c) {
@@ -181,6 +193,14 @@ struct FwdParams {
   int32 splits = 1;
   int64 out_split_stride = 0;
   int64 lse_split_stride = 0;
+
+  // A tail: from tail_begin on, tail_parts in a row are the parts of one tile. Each warp leaves its
+  // rows of a part in tail_results (fwd_sm90.cuh: Compute::part_at) and counts itself in one of
+  // tail_arrivals, which are zero before and after a launch.
+  int32 tail_begin = 0;
+  int32 tail_parts = 1;
+  float* tail_results = nullptr;
+  uint32* tail_arrivals = nullptr;
 
   const int32* block_table = nullptr;  // of a sequence, [key / page_size]
   int64 block_table_stride = 0;

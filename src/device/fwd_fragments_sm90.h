@@ -74,6 +74,40 @@ __forceinline__ void store_element(void* out, int64 offset, float value) {
   }
 }
 
+// One row of a thread in chunks of 16 bytes, `base` being the offset of its first column, if it is
+// `used`. The lanes of a quad hold two columns of every eight: a transposition of 4 x 4 words gives
+// each eight neighbours of every 32.
+template <FwdConfig C>
+__forceinline__ void store_row_chunks(const FwdParams& params,
+                                      const float (&output)[C.head_dim_v / 2], int32 half,
+                                      int64 base, bool used) {
+  const int32 lane = lane_index() % 4;
+  const bool odd = lane % 2 != 0;
+  const bool high = lane / 2 != 0;
+  uint16* at = static_cast<uint16*>(params.out) + base + 8 * lane;
+#pragma unroll
+  for (int32 m = 0; m < C.head_dim_v / 32; ++m) {
+    uint32 words[4];
+#pragma unroll
+    for (int32 i = 0; i < 4; ++i) {
+      const int32 at_i = 4 * (4 * m + i) + 2 * half;
+      words[i] = pack<C.out_dtype>(output[at_i], output[at_i + 1]);
+    }
+#pragma unroll
+    for (int32 i = 0; i < 4; i += 2) {
+      const uint32 got = __shfl_xor_sync(0xffffffffu, odd ? words[i] : words[i + 1], 1);
+      (odd ? words[i] : words[i + 1]) = got;
+    }
+#pragma unroll
+    for (int32 i = 0; i < 2; ++i) {
+      const uint32 got = __shfl_xor_sync(0xffffffffu, high ? words[i] : words[i + 2], 2);
+      (high ? words[i] : words[i + 2]) = got;
+    }
+    if (used)
+      *reinterpret_cast<uint4*>(at + 32 * m) = uint4{words[0], words[1], words[2], words[3]};
+  }
+}
+
 // One row of a thread from registers, `base` being the offset of its first column: where rows end
 // inside the tile, or out suits no copy engine.
 template <FwdConfig C>

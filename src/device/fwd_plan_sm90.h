@@ -46,8 +46,10 @@ struct FwdPlan {
   static_assert(C.head_dim <= 256 && C.head_dim_v <= 256);
   static_assert(C.tile_k % 16 == 0 && C.tile_k <= 256);
   static_assert(C.out_apart || C.head_dim >= C.head_dim_v, "out is staged where q was");
+  static_assert(!C.out_direct || (!C.out_apart && C.tma_out && C.head_dim_v % 32 == 0));
   static_assert(!C.tma_out || (C.out_dtype == C.dtype && !C.packed && !C.split));
   static_assert(!C.split || !C.has_sink, "the sink is added once, by the combining kernel");
+  static_assert(!C.tail || core::may_have_tail(C));
   static_assert(C.source == Source::tma || C.ragged);
   static_assert(C.source != Source::gather || (!C.persistent && C.tile_k <= 128));
 

@@ -97,7 +97,9 @@ struct Compute {
   }
 
   __forceinline__ void issue_scores() {
+    mark(TracePhase::keys);
     plan.k_ring.wait_full(k_state);
+    mark(TracePhase::issue);
     const SharedAddress k =
         shared_address(plan.k[0]) + static_cast<uint32>(k_state.stage) * Plan::k_bytes;
     const uint64 k_tile = wgmma_descriptor(Swizzle::b128, k.value, 0, Plan::group_bytes);
@@ -113,7 +115,9 @@ struct Compute {
   }
 
   __forceinline__ void issue_output() {
+    mark(TracePhase::keys);
     plan.v_ring.wait_full(v_state);
+    mark(TracePhase::issue);
     const SharedAddress v =
         shared_address(plan.v[0]) + static_cast<uint32>(v_state.stage) * Plan::v_bytes;
     const uint64 v_tile =
@@ -396,8 +400,40 @@ struct Compute {
     for (int32 i = 0; i < output_count; ++i) output[i] = 0.0f;
   }
 
+  // Whether the first rows of a tile may visit fewer blocks than its last ones.
+  static constexpr bool passes_by =
+      C.bound_right && !C.packed && 64 * (C.warpgroups - 1) >= C.tile_k;
+
+  // Behind the last block that this warpgroup's rows visit. One at least, so that there are scores
+  // to begin with.
+  __forceinline__ int32 end_of(const FwdTile& tile) const {
+    if constexpr (!passes_by) return tile.end;
+    const int32 last_row = tile.q_begin + 64 * warpgroup + 63;
+    const int32 keys = last_row + tile.length_k - tile.length_q + params.window_right + 1;
+    return min(tile.end, max(tile.begin + 1, (keys + C.tile_k - 1) / C.tile_k));
+  }
+
+  // Blocks that other warpgroups visit and this one does not.
+  __forceinline__ void pass_by(const FwdTile& tile) {
+    if constexpr (passes_by) {
+      const int32 end = end_of(tile);
+#pragma unroll 1
+      for (int32 block = tile.end - 1; block >= end; --block) {
+        take_turn();
+        pass_turn();
+        // Not before they are there, or this would count for what the memory held before.
+        plan.k_ring.wait_full(k_state);
+        release_k();
+        if (block == tile.end - 1) clear_unseen_values(tile, block);
+        plan.v_ring.wait_full(v_state);
+        release_v();
+      }
+    }
+  }
+
   // The first block: its scores alone, of rows that have seen nothing before.
   __forceinline__ void begin(const FwdTile& tile) {
+    pass_by(tile);
     mark(TracePhase::query);
     plan.q_ring.wait_full(q_state);
     take_turn();
@@ -409,7 +445,8 @@ struct Compute {
     wgmma_hold(scores);
     mark(TracePhase::softmax);
     release_k();
-    const int32 block = tile.end - 1;
+    const int32 end = end_of(tile);
+    const int32 block = end - 1;
     reference[0] = reference[1] = -infinity;
     sum[0] = sum[1] = 0.0f;
     transform(tile, block);
@@ -417,7 +454,7 @@ struct Compute {
     float factor[2];
     exponentiate_exact(factor);
     convert(tile, block);
-    if (tile.count() > 1) clear_unseen_values(tile, block);
+    if (end - tile.begin > 1) clear_unseen_values(tile, block);
   }
 
   __forceinline__ void settle_output() {
@@ -475,7 +512,7 @@ struct Compute {
 
   // The last block's output.
   __forceinline__ void end(const FwdTile& tile) {
-    if constexpr (C.out_apart || !C.tma_out) release_q();
+    if constexpr (core::q_apart(C)) release_q();
     clear_unseen_values(tile, tile.begin);
     take_turn();
     issue_output();
@@ -485,9 +522,83 @@ struct Compute {
 
   // -- Results
 
-  // Divides by the sum, writes the LSE. Gives the rows of this warp, a bit for each of its 16,
-  // whose result is not finite although some of the values it met were not the row's to see.
-  __forceinline__ uint32 finish(const FwdTile& tile) {
+  // A part of a tile, in a tail: where this thread leaves what it holds, float4s 32 apart.
+  static constexpr int32 part_pieces = core::part_floats(C) / 4;
+  __forceinline__ float4* part_at(int32 part) const {
+    const int64 warps = int64{part} * Plan::consumer_warps + 4 * warpgroup + warp();
+    return reinterpret_cast<float4*>(params.tail_results) + warps * (32 * part_pieces) +
+           lane_index();
+  }
+
+  __forceinline__ void leave_part(int32 part) const {
+    float4* const place = part_at(part);
+#pragma unroll
+    for (int32 i = 0; i < output_count / 4; ++i) {
+      place[32 * i] =
+          float4{output[4 * i], output[4 * i + 1], output[4 * i + 2], output[4 * i + 3]};
+    }
+    place[32 * (output_count / 4)] = float4{reference[0], reference[1], sum[0], sum[1]};
+    fence_gpu();
+  }
+
+  // All parts of a tile, in their order, whichever of them came last: a sum is the same each time.
+  __forceinline__ void take_parts(int32 first) {
+    fence_gpu();
+    float top[2] = {-infinity, -infinity};
+#pragma unroll 1
+    for (int32 i = 0; i < params.tail_parts; ++i) {
+      const float4 row = part_at(first + i)[32 * (output_count / 4)];
+      top[0] = fmaxf(top[0], row.x);
+      top[1] = fmaxf(top[1], row.y);
+    }
+    clear_output();
+    sum[0] = sum[1] = 0.0f;
+#pragma unroll
+    for (int32 half = 0; half < 2; ++half) {
+      reference[half] = top[half];
+      if (!(top[half] > -infinity)) top[half] = 0.0f;  // nothing seen: not to be subtracted
+    }
+#pragma unroll 1
+    for (int32 i = 0; i < params.tail_parts; ++i) {
+      const float4* const place = part_at(first + i);
+      const float4 row = place[32 * (output_count / 4)];
+      const float factor[2] = {exp2_approximate(row.x - top[0]), exp2_approximate(row.y - top[1])};
+      sum[0] = fmaf(factor[0], row.z, sum[0]);
+      sum[1] = fmaf(factor[1], row.w, sum[1]);
+#pragma unroll
+      for (int32 j = 0; j < output_count / 4; ++j) {
+        const float4 piece = place[32 * j];
+        output[4 * j] = fmaf(factor[0], piece.x, output[4 * j]);
+        output[4 * j + 1] = fmaf(factor[0], piece.y, output[4 * j + 1]);
+        output[4 * j + 2] = fmaf(factor[1], piece.z, output[4 * j + 2]);
+        output[4 * j + 3] = fmaf(factor[1], piece.w, output[4 * j + 3]);
+      }
+    }
+  }
+
+  // Whether this warp holds all of its rows of the tile: it computed all, or the last part of them
+  // and has added the others. Nobody waits for a part: the others go on.
+  __forceinline__ bool is_whole(const FwdTile& tile) {
+    if constexpr (!C.tail) return true;
+    if (tile.split < 0) return true;
+    leave_part(tile.split);
+    __syncwarp();
+    const int32 cut = tile.split / params.tail_parts;
+    uint32* const arrivals =
+        params.tail_arrivals + cut * Plan::consumer_warps + 4 * warpgroup + warp();
+    uint32 before = 0;
+    if (lane_index() == 0) before = atomicAdd(arrivals, 1u);
+    before = __shfl_sync(0xffffffffu, before, 0);
+    if (static_cast<int32>(before) != params.tail_parts - 1) return false;
+    take_parts(cut * params.tail_parts);
+    if (lane_index() == 0) *arrivals = 0;
+    return true;
+  }
+
+  // Divides by the sum, writes the LSE of rows that are whole. Gives the rows of this warp, a bit
+  // for each of its 16, whose result is not finite although some of the values it met were not the
+  // row's to see.
+  __forceinline__ uint32 finish(const FwdTile& tile, bool whole) {
     float factor[2];
     bool alive[2];
 #pragma unroll
@@ -499,7 +610,7 @@ struct Compute {
       alive[half] = used && !(seen == 0.0f);
       factor[half] = all.share * reciprocal_approximate(all.total);
       if constexpr (C.has_dropout) factor[half] *= params.keep_scale;
-      if (params.lse != nullptr && lane_index() % 4 == 0 && row.query < tile.capacity_q) {
+      if (whole && params.lse != nullptr && lane_index() % 4 == 0 && row.query < tile.capacity_q) {
         const bool some = used && !(all.total == 0.0f);
         const float none = C.split && !used ? infinity : -infinity;
         params.lse[lse_offset(tile, row)] =
@@ -546,7 +657,7 @@ struct Compute {
   }
 
   // Through shared memory, this warp's 16 rows in one piece.
-  __forceinline__ void store_tile(const FwdTile& tile) {
+  __forceinline__ void store_tile(const FwdTile& tile, bool whole) {
     const SharedAddress staging = C.out_apart ? shared_address(plan.out) : query_tile();
     const int32 lane = lane_index();
     if constexpr (C.out_apart) {
@@ -558,7 +669,7 @@ struct Compute {
     stage_rows<C, Plan::rows>(staging, output, first);
     fence_proxy_async_shared();
     __syncwarp();
-    if (lane == 0) {
+    if (whole && lane == 0) {
 #pragma unroll
       for (int32 panel = 0; panel < Plan::panels_v; ++panel) {
         tma_store(&params.out_map, staging + (panel * Plan::rows + first) * Plan::row_bytes,
@@ -571,12 +682,22 @@ struct Compute {
     }
   }
 
-  // From registers, row by row.
-  __forceinline__ void store_rows(const FwdTile& tile) {
+  // From registers, in chunks that need no copy engine.
+  __forceinline__ void store_chunks(const FwdTile& tile, bool whole) {
 #pragma unroll
     for (int32 half = 0; half < 2; ++half) {
       const FwdRow row = row_of(tile, half);
-      if (row.query < tile.capacity_q) {
+      store_row_chunks<C>(params, output, half, out_offset(tile, row),
+                          whole && row.query < tile.capacity_q);
+    }
+  }
+
+  // From registers, row by row.
+  __forceinline__ void store_rows(const FwdTile& tile, bool whole) {
+#pragma unroll
+    for (int32 half = 0; half < 2; ++half) {
+      const FwdRow row = row_of(tile, half);
+      if (whole && row.query < tile.capacity_q) {
         store_row<C>(params, output, half, out_offset(tile, row));
       }
     }
@@ -604,33 +725,38 @@ struct Compute {
 
   __forceinline__ void store(const FwdTile& tile) {
     mark(TracePhase::store);
-    const uint32 broken = finish(tile);
+    const bool whole = is_whole(tile);
+    const uint32 broken = finish(tile, whole);
     // Tiles of a packed tensor end where the next sequence begins.
     const int32 last = tile.q_begin + 64 * warpgroup + 16 * warp() + 16;
     if (C.tma_out && broken == 0 && (!C.ragged || last <= tile.capacity_q)) {
-      store_tile(tile);
+      if constexpr (C.out_direct) {
+        store_chunks(tile, whole);
+      } else {
+        store_tile(tile, whole);
+      }
     } else {
-      store_rows(tile);
+      store_rows(tile, whole);
     }
     if constexpr (core::rows_differ(C)) {
       if (broken != 0) store_exactly(tile, broken);
     }
-    if constexpr (!C.out_apart && C.tma_out) release_q();
+    if constexpr (!core::q_apart(C)) release_q();
   }
 
   __forceinline__ void store_empty(const FwdTile& tile) {
     clear_output();
     reference[0] = reference[1] = -infinity;
     sum[0] = sum[1] = 0.0f;
-    finish(tile);
-    store_rows(tile);
+    finish(tile, true);
+    store_rows(tile, true);
   }
 
   // -- Tiles
 
   // All blocks but the first.
   __forceinline__ void advance_all(const FwdTile& tile) {
-    int32 block = tile.end - 2;
+    int32 block = end_of(tile) - 2;
     if constexpr (core::is_windowed(C)) {
 #pragma unroll 1
       for (; block >= tile.full_end; --block) advance<true>(tile, block);

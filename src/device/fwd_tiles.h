@@ -28,6 +28,12 @@ __forceinline__ constexpr bool is_split() {
   return false;
 }
 
+template <auto C>
+__forceinline__ constexpr bool has_tail() {
+  if constexpr (requires { C.tail; }) return C.tail;
+  return false;
+}
+
 // Blocks of tile_k keys that some rows visit (core/mask.h): [begin, full_begin) and [full_end, end)
 // are touched by a mask, and keys outside [key_begin, key_end) are seen by none of the rows.
 struct KeySpan {
@@ -41,7 +47,8 @@ struct KeySpan {
 // keys they visit.
 struct FwdTile : KeySpan {
   int32 head, head_kv;  // packed: head is the first of the group
-  int32 sequence, split;
+  int32 sequence;
+  int32 split;             // which part of the keys; in a tail counted through all tiles, or -1
   int32 batch_q, batch_k;  // coordinates in q and out, k and v
   int32 row_q, row_k;      // first row of the sequence there
   int32 capacity_q, length_q, length_k;
@@ -150,6 +157,13 @@ __forceinline__ FwdTile find_tile(const FwdParams& params, int32 index) {
     tile.split = index % params.splits;
     index /= params.splits;
   }
+  if constexpr (has_tail<C>()) {
+    tile.split = -1;
+    if (index >= params.tail_begin) {
+      tile.split = index - params.tail_begin;
+      index = params.tail_begin + tile.split / params.tail_parts;
+    }
+  }
   const int32 heads = is_packed<C>() ? params.heads_q / params.group_size : params.heads_q;
   const int32 pairs = params.batch * heads;
   const int32 section = index / (params.section * params.q_blocks);
@@ -168,6 +182,11 @@ __forceinline__ FwdTile find_tile(const FwdParams& params, int32 index) {
   find_sequence<C>(tile, params, b);
   KeySpan span = find_span<C>(tile, params, tile.q_begin, queries);
   if constexpr (is_split<C>()) span = part_of<C>(span, tile.split, params.splits);
+  if constexpr (has_tail<C>()) {
+    if (tile.split >= 0) {
+      span = part_of<C>(span, tile.split % params.tail_parts, params.tail_parts);
+    }
+  }
   static_cast<KeySpan&>(tile) = span;
   return tile;
 }

@@ -123,6 +123,37 @@ int32 choose_splits(const Problem& p, int64 rows, int64 tile_k, int64 tiles, int
   return static_cast<int32>(splits);
 }
 
+Tail choose_tail(int64 tiles, int64 blocks, int32 tile_k, int sm_count) {
+  Tail tail;
+  tail.begin = static_cast<int32>(tiles);
+  const int64 rest = tiles % sm_count;
+  if (rest == 0) return tail;
+  // In blocks: to write or read a part takes 64 / tile_k of the time of a block where L2 gives 64
+  // bytes a cycle and the tensor cores do 4096 FLOP (docs/kernels/fwd_sm90.md), and a part more
+  // starts and ends.
+  const double move = 64.0 / tile_k;
+  constexpr double start = 1.0;
+  constexpr int64 most = 16;
+  double best = static_cast<double>(blocks);
+  for (int64 parts = 2; parts <= std::min(most, blocks); ++parts) {
+    const auto rounds = static_cast<double>(core::ceil_div(rest * parts, sm_count));
+    const auto longest = static_cast<double>(core::ceil_div(blocks, parts));
+    const double cost = rounds * (longest + start + move) + static_cast<double>(parts) * move;
+    if (cost >= best) continue;
+    best = cost;
+    tail.parts = static_cast<int32>(parts);
+  }
+  // What is not worth a hundredth of all rounds costs more in instructions of every tile.
+  const auto all = static_cast<double>(blocks * core::ceil_div(tiles, sm_count));
+  if (tail.parts == 1 || static_cast<double>(blocks) - best < 0.01 * all) {
+    tail.parts = 1;
+    return tail;
+  }
+  tail.tiles = static_cast<int32>(rest);
+  tail.begin -= tail.tiles;
+  return tail;
+}
+
 TileCount count_tiles(const Problem& p, int64 queries, int64 heads) {
   TileCount count;
   count.sequences = p.batch + (p.is_varlen_q() ? 1 : 0);
@@ -132,6 +163,12 @@ TileCount count_tiles(const Problem& p, int64 queries, int64 heads) {
   count.q_blocks = core::ceil_div(longest, queries);
   count.tiles = count.q_blocks * heads * count.sequences;
   return count;
+}
+
+Tail forward_tail(const Problem& p, const core::FwdConfig& c, int sm_count) {
+  if (!c.tail) return {};
+  return choose_tail(count_tiles(p, c).tiles, core::ceil_div(p.seqlen_k, c.tile_k), c.tile_k,
+                     sm_count);
 }
 
 int64 row_count(const Problem& p) {

@@ -38,6 +38,18 @@ bool should_pack(const core::Problem& problem, core::int64 rows, core::int64 pac
 core::int32 choose_splits(const core::Problem& problem, core::int64 rows, core::int64 tile_k,
                           core::int64 tiles, int sm_count);
 
+// Where the last round of tiles would leave most multiprocessors idle, its tiles are cut into parts
+// of their keys: tiles from `begin` on, into `parts` each.
+struct Tail {
+  core::int32 begin = 0;
+  core::int32 parts = 1;
+  core::int32 tiles = 0;  // that are cut
+
+  core::int32 all_parts() const { return parts * tiles; }
+};
+// Of `tiles` tiles that visit `blocks` blocks of tile_k keys each.
+Tail choose_tail(core::int64 tiles, core::int64 blocks, core::int32 tile_k, int sm_count);
+
 // Tiles of all sequences, before keys are split.
 struct TileCount {
   core::int64 sequences = 0;  // rows behind the last one are one more
@@ -51,6 +63,9 @@ TileCount count_tiles(const core::Problem& p, const Config& c) {
   if (c.packed) return count_tiles(p, packed_queries(p, c), p.heads_kv);
   return count_tiles(p, core::int64{core::rows_of(c)} * core::ctas_of(c), p.heads_q);
 }
+
+// None of a configuration without one.
+Tail forward_tail(const core::Problem& problem, const core::FwdConfig& config, int sm_count);
 
 // Rows of out in all, heads included.
 core::int64 row_count(const core::Problem& problem);

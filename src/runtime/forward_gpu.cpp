@@ -80,15 +80,21 @@ int32 narrow_bound(int64 bound, const Problem& p) {
   return bound < 0 ? -1 : static_cast<int32>(std::min(bound, std::max(p.seqlen_q, p.seqlen_k)));
 }
 
-// Pairs of (batch, head) whose keys and values fit half of the L2 together.
+// Pairs of (batch, head) that are dealt together: as many as keep their keys and values in half of
+// the L2, or as many fewer as leave no last section that is not full, whose longest tiles would be
+// the last to end.
 int32 pairs_in_cache(const Problem& p, bool packed, const DeviceProperties& chip) {
   const std::uint64_t head_bytes = static_cast<std::uint64_t>(p.seqlen_k) *
                                    static_cast<std::uint64_t>(p.head_dim + p.head_dim_v) * 2;
   const std::uint64_t heads = chip.l2_bytes / 2 / std::max<std::uint64_t>(head_bytes, 1);
   const auto pairs = static_cast<std::uint64_t>(p.batch * (packed ? p.heads_kv : p.heads_q));
   const auto sharing = static_cast<std::uint64_t>(packed ? 1 : p.group_size());
-  return static_cast<int32>(
-      std::clamp<std::uint64_t>(heads * sharing, 1, std::max<std::uint64_t>(pairs, 1)));
+  const auto most =
+      std::clamp<std::uint64_t>(heads * sharing, 1, std::max<std::uint64_t>(pairs, 1));
+  for (std::uint64_t section = most; 2 * section > most; --section) {
+    if (pairs % section == 0) return static_cast<int32>(section);
+  }
+  return static_cast<int32>(most);
 }
 
 void fill_scores(FwdParams& params, const Problem& p, ScoreTransform transform) {
@@ -217,11 +223,22 @@ std::string forward_text(const ForwardConfig& config) {
 }
 
 std::size_t forward_workspace_bytes(const Problem& p, const ForwardConfig& config, int sm_count) {
+  if (const auto* c = std::get_if<FwdConfig>(&config); c != nullptr && c->tail) {
+    const auto threads = 2 * static_cast<std::size_t>(core::rows_of(*c));  // that compute
+    const auto parts = static_cast<std::size_t>(forward_tail(p, *c, sm_count).all_parts());
+    return parts * threads * static_cast<std::size_t>(core::part_floats(*c)) * sizeof(float);
+  }
   return std::visit(
       [&](const auto& c) {
         return c.split ? partial_bytes(p, forward_splits(p, c, sm_count)) : std::size_t{0};
       },
       config);
+}
+
+std::size_t forward_arrivals(const Problem& p, const ForwardConfig& config, int sm_count) {
+  const auto* c = std::get_if<FwdConfig>(&config);
+  if (c == nullptr) return 0;
+  return static_cast<std::size_t>(4 * c->warpgroups * forward_tail(p, *c, sm_count).tiles);
 }
 
 ForwardKernel::ForwardKernel(Device& device, const ForwardConfig& config, Jit& jit,
@@ -244,6 +261,23 @@ ForwardKernel::ForwardKernel(Device& device, const ForwardConfig& config, Jit& j
 
 namespace {
 
+// Describes the parts of the last tiles, and gives how many items there are to compute in all.
+int64 fill_tail(FwdParams& params, const ForwardCall& call, const FwdConfig& config, int64 tiles,
+                int sm_count) {
+  params.tail_begin = static_cast<int32>(tiles);
+  if (!config.tail || call.arrivals == 0 || call.workspace == 0) return tiles;
+  const Tail tail = forward_tail(call.problem, config, sm_count);
+  params.tail_begin = tail.begin;
+  params.tail_parts = tail.parts;
+  params.tail_results = reinterpret_cast<float*>(call.workspace);
+  params.tail_arrivals = reinterpret_cast<core::uint32*>(call.arrivals);
+  return tail.begin + tail.all_parts();
+}
+
+int64 fill_tail(FwdParams&, const ForwardCall&, const core::Fwd100Config&, int64 tiles, int) {
+  return tiles;
+}
+
 // Whether a CTA takes tile after tile by itself, so that there is one for each multiprocessor.
 bool keeps_ctas(const FwdConfig& c) { return c.persistent; }
 bool keeps_ctas(const core::Fwd100Config& c) { return c.persistent && !c.launch_control; }
@@ -258,7 +292,7 @@ ForwardTiles fill_forward_params(FwdParams& params, const ForwardCall& call, con
   params.queries_per_tile = config.packed ? packed_queries(p, config) : core::rows_of(config);
   if (config.split) params.splits = forward_splits(p, config, chip.sm_count);
   if (p.is_paged()) params.page_box = page_box(p, config.tile_k);
-  const int64 tiles = count.tiles * params.splits;
+  const int64 tiles = fill_tail(params, call, config, count.tiles * params.splits, chip.sm_count);
   if (tiles > std::numeric_limits<int32>::max() / 2) {
     throw Error("the problem has " + std::to_string(tiles) +
                 " tiles, but a launch takes at most 2^30; call it in parts");

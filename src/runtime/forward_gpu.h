@@ -41,6 +41,10 @@ core::int32 forward_splits(const core::Problem& problem, const core::Fwd100Confi
 std::size_t forward_workspace_bytes(const core::Problem& problem, const ForwardConfig& config,
                                     int sm_count);
 
+// Words of ForwardCall::arrivals.
+std::size_t forward_arrivals(const core::Problem& problem, const ForwardConfig& config,
+                             int sm_count);
+
 // The configuration as a C++ expression.
 std::string forward_expression(const core::FwdConfig& config);
 std::string forward_expression(const core::Fwd100Config& config);
@@ -65,6 +69,8 @@ struct ForwardCall {
   DeviceAddress scheduler = 0;
   // Of forward_workspace_bytes(), 16-byte aligned, for one launch at a time. 0 where that is 0.
   DeviceAddress workspace = 0;
+  // forward_arrivals() words of 32 bits, as the scheduler's. 0: no tile is computed in parts.
+  DeviceAddress arrivals = 0;
   // Two 64-bit counts to add to, of sum_guard: rows repaired, rows of a tile taken again. 0: none.
   DeviceAddress counters = 0;
   core::TraceBuffer trace = {};  // for a configuration that traces

@@ -2,6 +2,7 @@
 
 #include "runtime/devices.h"
 #include "runtime/eight_bits.h"
+#include "runtime/forward_config.h"
 #include "runtime/forward_fp8.h"
 #include "runtime/forward_gpu.h"
 #include "runtime/forward_tuning.h"
@@ -14,11 +15,20 @@ namespace {
 
 class ForwardProgram final : public GpuProgram {
  public:
-  ForwardProgram(std::shared_ptr<const ForwardKernel> kernel, std::size_t scratch_bytes)
-      : kernel_(std::move(kernel)), scratch_bytes_(scratch_bytes) {}
+  ForwardProgram(std::shared_ptr<const ForwardKernel> kernel, const core::Problem& problem,
+                 int sm_count)
+      : kernel_(std::move(kernel)),
+        scratch_bytes_(forward_workspace_bytes(problem, kernel_->config(), sm_count)),
+        arrivals_(forward_arrivals(problem, kernel_->config(), sm_count)) {
+    if (const auto* hopper = std::get_if<core::FwdConfig>(&kernel_->config())) {
+      tail_ = forward_tail(problem, *hopper, sm_count);
+    }
+  }
 
-  // The counters that hand out tiles.
-  std::size_t zeroed_bytes() const override { return 2 * sizeof(core::uint32); }
+  // The counters that hand out tiles, and those that count parts.
+  std::size_t zeroed_bytes() const override {
+    return scheduler_bytes + arrivals_ * sizeof(core::uint32);
+  }
   // The results of parts, where keys are split.
   std::size_t scratch_bytes() const override { return scratch_bytes_; }
 
@@ -27,25 +37,34 @@ class ForwardProgram final : public GpuProgram {
     launch.problem = problem;
     launch.scheduler = call.zeroed;
     launch.workspace = scratch_bytes_ > 0 ? call.scratch : 0;
+    launch.arrivals = arrivals_ > 0 ? call.zeroed + scheduler_bytes : 0;
     launch.counters = call.counters;
     kernel_->run(launch, call.stream);
   }
 
   std::string explain() const override {
+    const std::string tail = tail_.tiles == 0
+                                 ? std::string()
+                                 : text("tail       the last ", tail_.tiles, " tiles, each in ",
+                                        tail_.parts, " parts of its keys\n");
     return std::visit(
-        [](const auto& c) {
+        [&](const auto& c) {
           return text("tiles      ", core::rows_of(c), " rows x ", c.tile_k, " keys, ",
                       core::threads_of(c), " threads, ", core::shared_bytes(c),
                       " bytes of shared memory\n",  //
-                      "softmax    ", policy_name(c.softmax), "\n", "config     ",
+                      tail, "softmax    ", policy_name(c.softmax), "\n", "config     ",
                       forward_expression(c), "\n");
         },
         kernel_->config());
   }
 
  private:
+  static constexpr std::size_t scheduler_bytes = 2 * sizeof(core::uint32);
+
   std::shared_ptr<const ForwardKernel> kernel_;
   std::size_t scratch_bytes_;
+  std::size_t arrivals_;
+  Tail tail_;
 };
 
 // The kernel of a configuration, or of the nearest that fits the registers. Where none does, one
@@ -87,9 +106,7 @@ std::shared_ptr<const GpuProgram> prepare(const core::Problem& problem, Device& 
     return by_hand ? std::make_shared<const ForwardKernel>(device, config)
                    : fitting_kernel(device, config);
   });
-  const std::size_t scratch_bytes =
-      forward_workspace_bytes(problem, kernel->config(), chip.sm_count);
-  return std::make_shared<const ForwardProgram>(std::move(kernel), scratch_bytes);
+  return std::make_shared<const ForwardProgram>(std::move(kernel), problem, chip.sm_count);
 }
 
 }  // namespace fovea::runtime::forward_program

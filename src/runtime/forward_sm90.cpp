@@ -51,7 +51,10 @@ void choose_tile(FwdConfig& c, const Problem& p) {
   } else if (widest <= 192) {
     c.tile_k = c.head_dim_v <= 128 ? 128 : 96;
   } else {
-    c.tile_k = plain && !windowed && c.softmax == core::SoftmaxPolicy::sum_guard ? 80 : 64;
+    const bool roomy = plain && !windowed && c.softmax == core::SoftmaxPolicy::sum_guard;
+    // Unless the last block would be emptier by a hundredth of all keys.
+    const int64 empty = core::ceil_div(p.seqlen_k, 80) * 80 - core::ceil_div(p.seqlen_k, 64) * 64;
+    c.tile_k = roomy && 100 * empty < p.seqlen_k ? 80 : 64;
     c.persistent = !(windowed && long_keys);
   }
   // What is added to scores needs registers of its own.
@@ -103,6 +106,9 @@ FwdConfig choose_forward_sm90(const Problem& p, core::SoftmaxPolicy softmax, int
   c.split = forward_splits(p, c, sm_count) > 1;
   if (c.split) c.has_sink = false;  // added once, when the parts are merged
   if (c.packed || c.split) c.tma_out = false;
+  c.out_direct = c.persistent && c.tma_out && !c.out_apart && p.head_dim_v % 32 == 0;
+  c.tail = core::may_have_tail(c);
+  c.tail = forward_tail(p, c, sm_count).tiles > 0;
   return c;
 }
 
@@ -129,6 +135,7 @@ std::string forward_expression(const FwdConfig& c) {
   text.flag("chunked", c.chunked);
   text.flag("packed", c.packed);
   text.flag("split", c.split);
+  text.flag("tail", c.tail);
   text.flag("has_alibi", c.has_alibi);
   text.flag("has_bias", c.has_bias);
   text.type("bias_dtype", c.bias_dtype);
@@ -136,6 +143,7 @@ std::string forward_expression(const FwdConfig& c) {
   text.flag("has_dropout", c.has_dropout);
   text.flag("tma_out", c.tma_out);
   text.flag("out_apart", c.out_apart);
+  text.flag("out_direct", c.out_direct);
   text.flag("persistent", c.persistent);
   text.flag("ping_pong", c.ping_pong);
   text.flag("overlap", c.overlap);

@@ -41,12 +41,14 @@ struct Field {
   }
 };
 
-constexpr std::array<Field<FwdConfig>, 7> fields_of(const FwdConfig*) {
+constexpr std::array<Field<FwdConfig>, 9> fields_of(const FwdConfig*) {
   return {{{"warpgroups", &FwdConfig::warpgroups},
            {"tile_k", &FwdConfig::tile_k},
            {"stages", &FwdConfig::stages},
            {"out_apart", nullptr, &FwdConfig::out_apart, 0, 1},
+           {"out_direct", nullptr, &FwdConfig::out_direct, 0, 1},
            {"persistent", nullptr, &FwdConfig::persistent, 0, 1},
+           {"tail", nullptr, &FwdConfig::tail, 0, 1},
            {"ping_pong", nullptr, &FwdConfig::ping_pong, 0, 1},
            {"overlap", nullptr, &FwdConfig::overlap, 0, 1}}};
 }
@@ -92,6 +94,7 @@ constexpr int32 other_registers(const FwdConfig& c) { return c.warpgroups == 3 ?
 
 std::string objection_in_eight_bits(const FwdConfig& c) {
   if (c.tile_k % core::scale_block != 0) return "tile_k is a multiple of 32 in 8 bits";
+  if (c.out_direct) return "out is staged in 8 bits";
   if (!c.out_apart && c.promote > 0) return "out is staged where the sums were, so out_apart is 1";
   const int32 bytes = core::fp8_shared_bytes(c);
   if (bytes > core::shared_limit_bytes) {
@@ -106,6 +109,10 @@ std::string objection(const FwdConfig& c) {
     return "tile_k is a multiple of 16 in 16..256";
   }
   if (c.stages < 2 || c.stages > 8) return "it has 2 to 8 stages";
+  if (c.out_direct && (c.out_apart || !c.tma_out || c.head_dim_v % 32 != 0)) {
+    return "out is stored directly in whole chunks, where it is not staged apart";
+  }
+  if (c.tail && !core::may_have_tail(c)) return "a tail needs tiles that take equally long";
   if (core::is_eight_bit(c.dtype)) return objection_in_eight_bits(c);
   if (!c.out_apart && c.head_dim < c.head_dim_v) return "out does not fit where q was";
   const int32 bytes = core::shared_bytes(c);
@@ -150,6 +157,7 @@ void add_candidates(const FwdConfig& chosen, std::vector<ForwardConfig>& list) {
           c.tile_k = tile_k;
           c.stages = stages;
           c.out_apart = out_apart;
+          c.out_direct = chosen.out_direct && !out_apart;
           list.emplace_back(c);
         }
       }

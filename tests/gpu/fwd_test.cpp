@@ -55,6 +55,8 @@ struct ForwardCase {
   int64 slack = 0;                 // rows of q behind the last sequence
   std::string configuration = {};  // fields set by hand: Hopper's, and only run there
   bool dealt = false;              // no counter: tiles dealt in advance
+  int sm_count = 0;                // of an emulated chip; 0: its own
+  bool tail = false;               // the last tiles are computed in parts
 };
 
 std::ostream& operator<<(std::ostream& out, const ForwardCase& c) { return out << c.name; }
@@ -248,8 +250,19 @@ ForwardResult run_on(Device& device, const ForwardCall& call) {
   launch.scheduler = c.dealt ? 0 : reinterpret_cast<runtime::DeviceAddress>(scheduler);
 
   EXPECT_TRUE(runtime::forward_supports(p, device.properties().arch).empty());
-  runtime::ForwardConfig config = runtime::choose_forward(p, c.softmax, device.properties().arch);
+  const int sm_count = device.properties().sm_count;
+  runtime::ForwardConfig config =
+      runtime::choose_forward(p, c.softmax, device.properties().arch, sm_count);
   runtime::override_forward(config, c.configuration);
+  const std::vector<core::uint32> arrivals(runtime::forward_arrivals(p, config, sm_count));
+  const std::vector<float> workspace(runtime::forward_workspace_bytes(p, config, sm_count) / 4);
+  if (c.tail) {
+    EXPECT_FALSE(arrivals.empty());
+    launch.arrivals =
+        reinterpret_cast<runtime::DeviceAddress>(memory.upload(arrivals.data(), arrivals.size()));
+    launch.workspace =
+        reinterpret_cast<runtime::DeviceAddress>(memory.upload(workspace.data(), workspace.size()));
+  }
   const runtime::ForwardKernel kernel(device, config);
   kernel.run(launch);
 
@@ -273,6 +286,10 @@ ForwardResult run_on(Device& device, const ForwardCall& call) {
   const auto counts = memory.download<core::uint64>(counters, 2);
   result.counters = {counts[0], counts[1]};
   EXPECT_EQ(memory.download<core::uint64>(scheduler, 1)[0], 0u);
+  if (c.tail) {
+    const auto* left = reinterpret_cast<const void*>(launch.arrivals);
+    EXPECT_EQ(memory.download<core::uint32>(left, arrivals.size()), arrivals);
+  }
   return result;
 }
 
@@ -284,8 +301,11 @@ ForwardResult check_case(const ForwardCase& spec, runtime::EmulationOptions::Ord
   ForwardResult result;
   for (const std::string& name : test_devices()) {
     SCOPED_TRACE(name);
-    const auto device = runtime::open_device(name, {.order = order, .seed = 7, .checks = true});
-    if (!spec.configuration.empty() && device->properties().arch != "sm_90a") continue;
+    const auto device = runtime::open_device(
+        name, {.order = order, .seed = 7, .checks = true, .sm_count = spec.sm_count});
+    const bool is_hopper = device->properties().arch == "sm_90a";
+    if ((!spec.configuration.empty() || spec.sm_count > 0) && !is_hopper) continue;
+    if (spec.tail && !is_hopper) continue;
     result = run_on(*device, call);
     EXPECT_TRUE(test::close_to(result.out, exact.out, naive.out,
                                test::out_floor(in, spec.f32_out ? DType::f32 : in, exact.out)));
@@ -323,6 +343,23 @@ const ForwardCase forward_cases[] = {
     {.name = "d192_128", .seqlen_q = 140, .seqlen_k = 300, .head_dim = 192, .window = {-1, 0}},
     {.name = "causal", .seqlen_q = 300, .seqlen_k = 300, .window = {-1, 0}},
     {.name = "causal_more_queries", .seqlen_q = 400, .seqlen_k = 130, .window = {-1, 0}},
+    // Warpgroups whose rows visit fewer blocks than the tile.
+    {.name = "causal_d256",
+     .seqlen_q = 300,
+     .seqlen_k = 365,
+     .head_dim = 256,
+     .head_dim_v = 256,
+     .window = {-1, 0},
+     .sm_count = 2},
+    {.name = "causal_three_warpgroups",
+     .heads_kv = 1,
+     .seqlen_q = 500,
+     .seqlen_k = 450,
+     .head_dim = 64,
+     .head_dim_v = 64,
+     .window = {-1, 0},
+     .configuration = "warpgroups=3,tile_k=64",
+     .sm_count = 3},
     {.name = "causal_gqa",
      .batch = 2,
      .heads_q = 4,
@@ -392,6 +429,30 @@ const ForwardCase forward_cases[] = {
      .seqlen_q = 130,
      .seqlen_k = 500,
      .rise = 100},
+    {.name = "few_ctas_varlen",
+     .heads_kv = 1,
+     .seqlen_q = 257,
+     .seqlen_k = 322,
+     .window = {-1, 0},
+     .cu_seqlens_q = {0, 100, 100, 357, 400},
+     .cu_seqlens_k = {0, 50, 178, 500, 500},
+     .slack = 7,
+     .sm_count = 2},
+    {.name = "few_ctas_window",
+     .seqlen_q = 500,
+     .seqlen_k = 500,
+     .window = {100, 20},
+     .sm_count = 3},
+    {.name = "few_ctas_seqused_rising",
+     .batch = 3,
+     .heads_q = 4,
+     .seqlen_q = 200,
+     .seqlen_k = 400,
+     .window = {-1, 0},
+     .rise = 100,
+     .seqused_q = {200, 0, 77},
+     .seqused_k = {13, 300, 400},
+     .sm_count = 2},
     {.name = "online",
      .seqlen_q = 140,
      .seqlen_k = 700,
@@ -430,6 +491,55 @@ TEST(ForwardGuard, LeavesFallingLogitsAlone) {
                  runtime::EmulationOptions::Order::eager);
   EXPECT_EQ(result.counters[0] + result.counters[1], 0u);
 }
+
+// Tiles whose keys several CTAs share. One chip has room for some of the tiles, the other for all.
+const ForwardCase tail_cases[] = {
+    {.name = "behind_whole_tiles",
+     .heads_q = 5,
+     .heads_kv = 5,
+     .seqlen_q = 100,
+     .seqlen_k = 1100,
+     .sm_count = 4,
+     .tail = true},
+    {.name = "alone_rising",
+     .seqlen_q = 200,
+     .seqlen_k = 1500,
+     .sink = true,
+     .rise = 30,
+     .tail = true},
+    {.name = "d64_f32_out",
+     .heads_q = 1,
+     .heads_kv = 1,
+     .seqlen_k = 1400,
+     .head_dim = 64,
+     .head_dim_v = 64,
+     .f32_out = true,
+     .tail = true},
+    {.name = "d256",
+     .heads_q = 3,
+     .heads_kv = 1,
+     .seqlen_q = 128,
+     .seqlen_k = 900,
+     .head_dim = 256,
+     .head_dim_v = 256,
+     .sm_count = 2,
+     .tail = true},
+};
+
+class ForwardTail : public ::testing::TestWithParam<ForwardCase> {};
+
+TEST_P(ForwardTail, IsTheSameWhicheverPartEndsLast) {
+  using Order = runtime::EmulationOptions::Order;
+  const ForwardResult first = check_case(GetParam(), Order::eager);
+  for (const Order order : {Order::lazy, Order::random}) {
+    const ForwardResult again = check_case(GetParam(), order);
+    EXPECT_EQ(first.out, again.out);
+    EXPECT_EQ(first.lse, again.lse);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, ForwardTail, ::testing::ValuesIn(tail_cases),
+                         [](const auto& instance) { return instance.param.name; });
 
 TEST(ForwardRefusals, NameWhatWouldHelp) {
   core::Problem p;
