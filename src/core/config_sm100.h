@@ -144,9 +144,11 @@ constexpr int32 shared_bytes(const Fwd100Config& c) {
   return shared_bytes_but_stages(c) + c.stages * stage_bytes(c);
 }
 
-// Registers that setmaxnreg leaves to each thread; together what the launch takes at entry.
+// Registers that setmaxnreg leaves to each thread; together what the launch takes at entry. Two
+// passes over the scores need more of them where keys have scales, or many exponentials go by
+// polynomial.
 constexpr bool softmax_is_tight(const Fwd100Config& c) {
-  return c.query_tiles == 2 && is_eight_bit(c) && is_corrected(c);
+  return c.query_tiles == 2 && is_corrected(c) && (is_eight_bit(c) || c.polynomial > 4);
 }
 constexpr int32 softmax_registers(const Fwd100Config& c) {
   return softmax_is_tight(c) ? 192 : c.query_tiles == 2 ? 176 : 224;

@@ -10,7 +10,7 @@ namespace fovea::device {
 
 // ---- Output in tensor memory --------------------------------------------------------------------
 
-// Output of this warp's rows x factor, a row per lane.
+// Output of this warp's rows x factor, a row per lane; its stores have yet to be waited for.
 template <Fwd100Config C>
 __forceinline__ void scale_output(TensorAddress output, float factor) {
 #pragma unroll 1
@@ -23,7 +23,6 @@ __forceinline__ void scale_output(TensorAddress output, float factor) {
     for (int32 i = 0; i < 16; ++i) words[i] = __float_as_uint(__uint_as_float(words[i]) * factor);
     tcgen05_store_32x32b_x16(output + column, words);
   }
-  tcgen05_wait_store();
 }
 
 // Rows of a warp, all at once.
@@ -71,6 +70,7 @@ struct Correct100 {
         }
         tcgen05_fence_after();
         scale_output<C>(output(t), factor);
+        tcgen05_wait_store();
         tcgen05_fence_before();
         count_rows(params, 0);
       }
@@ -264,13 +264,16 @@ struct Correct100 {
     begin(TracePhase::tile);
     while (const Fwd100Tile* tile = next_tile<C>(plan, tile_state)) {
       if constexpr (core::is_corrected(C)) {
+        const KeySpan all = *tile;  // in registers, like those of the query tiles
+        KeySpan spans[C.query_tiles];
+#pragma unroll
+        for (int32 t = 0; t < C.query_tiles; ++t) spans[t] = tile->spans[t];
 #pragma unroll 1
-        for (int32 n = 0; n < tile->count(); ++n) {
-          const int32 block = block_at(*tile, n);
+        for (int32 n = 0; n < all.count(); ++n) {
+          const int32 block = block_at(all, n);
 #pragma unroll
           for (int32 t = 0; t < C.query_tiles; ++t) {
-            const KeySpan& span = tile->spans[t];
-            if (visits(span, block)) correct(t, block == first_of(*tile, span));
+            if (visits(spans[t], block)) correct(t, block == first_of(all, spans[t]));
           }
         }
       }

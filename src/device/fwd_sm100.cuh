@@ -561,8 +561,10 @@ struct Softmax100 {
         wait_pair<C>(plan.output_done[query_tile], parity_of(seen - 1));
       }
       if (after_part) wait_pair<C>(plan.first_done[query_tile], parity_of(seen));
-      tcgen05_fence_after();
-      scale_output<C>(output(), factor);
+      // Where nothing was waited for, the fence behind the scores' commit holds for the output,
+      // too.
+      if (!Plan::scores_follow_output || after_part) tcgen05_fence_after();
+      scale_output<C>(output(), factor);  // handing over waits for it
       count_rows(params, 0);
     }
   }
