@@ -303,6 +303,7 @@ struct Compute {
         }
       }
     }
+    __syncwarp();  // all lanes have read q before one gives it back
     transform(tile, block);
   }
 

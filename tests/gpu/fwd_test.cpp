@@ -47,6 +47,7 @@ struct ForwardCase {
   // Logits grow by this much per 128 keys from either end to the middle: so they do in whichever
   // order keys are visited.
   float rise = 0.0f;
+  float first = 0.0f;  // the logits of the first key, of the block that is visited last
   SoftmaxPolicy softmax = SoftmaxPolicy::sum_guard;
   std::vector<int32> cu_seqlens_q = {};
   std::vector<int32> cu_seqlens_k = {};
@@ -152,17 +153,20 @@ class ForwardCall {
       values.push_back(c.f16 ? core::float_to_f16(narrow) : core::float_to_bf16(narrow));
     };
     for (int64 i = 0; i < batches_ * rows_q * c.heads_q * c.head_dim; ++i) {
-      store(q, c.rise != 0.0f && i % c.head_dim == 0 ? 8.0 : random.normal());
+      const bool chosen = (c.rise != 0.0f || c.first != 0.0f) && i % c.head_dim == 0;
+      store(q, chosen ? 8.0 : random.normal());
     }
     const double step = c.rise / (8.0 * problem.softmax_scale);
+    const double first = c.first / (8.0 * problem.softmax_scale);
     for (int64 b = 0; b < batches_; ++b) {
       for (int64 row = 0; row < rows_k; ++row) {
         const int64 block = std::min(row / 128, (rows_k - 1) / 128 - row / 128);  // from an end
         const bool used = c.seqused_k.empty() || row < c.seqused_k[static_cast<std::size_t>(b)];
         for (int32 h = 0; h < c.heads_kv; ++h) {
           for (int32 d = 0; d < c.head_dim; ++d) {
-            const double x =
-                c.rise != 0.0f && d == 0 ? step * static_cast<double>(block) : random.normal();
+            double x = random.normal();
+            if (c.rise != 0.0f && d == 0) x = step * static_cast<double>(block);
+            if (c.first != 0.0f && d == 0) x = row == 0 ? first : 0.0;
             store(k, used ? x : std::numeric_limits<double>::quiet_NaN());
           }
           for (int32 d = 0; d < c.head_dim_v; ++d) {
@@ -482,6 +486,19 @@ TEST(ForwardGuard, TakesTilesAgainWhenSumsOverflow) {
         check_case({.name = "rise", .seqlen_q = 140, .seqlen_k = 900, .rise = rise},
                    runtime::EmulationOptions::Order::lazy);
     EXPECT_GT(result.counters[1], 0u) << rise;
+  }
+}
+
+// The one large logit comes in the block that is visited last.
+TEST(ForwardGuard, TakesTheLastBlockAgain) {
+  for (const int32 head_dim : {128, 256}) {
+    ForwardCase spec{.name = "first", .heads_q = 5, .seqlen_q = 140, .seqlen_k = 300};
+    spec.heads_kv = 1;
+    spec.head_dim = spec.head_dim_v = head_dim;
+    spec.sm_count = 3;
+    spec.first = 3000.0f;
+    const ForwardResult result = check_case(spec, runtime::EmulationOptions::Order::random);
+    EXPECT_GT(result.counters[1], 0u) << head_dim;
   }
 }
 
