@@ -98,6 +98,12 @@ constexpr bool fits_dq_apart(const BwdConfig& c) {
 // last blocks come first, so that none waits to begin. Otherwise the longest blocks come first.
 constexpr bool last_keys_first(const BwdConfig& c) { return c.deterministic && c.bound_right; }
 
+// Whether each block of keys begins at rows of its own and goes round, so that the multiprocessors
+// do not all add to the same rows of dq at once. Where columns are split what they add binds.
+constexpr bool goes_round(const BwdConfig& c) {
+  return c.split_columns && !c.deterministic && !c.bound_right && !c.bound_left;
+}
+
 // Hopper sums dq in units of 64 rows x 64 columns, in the order of a warpgroup's accumulator. A
 // tile of 64 rows has them side by side, one of 128 rows under each other.
 inline constexpr int32 dq_unit_floats = 64 * 64;

@@ -20,6 +20,7 @@ struct alignas(16) BwdWork {
   int32 head_kv;
   int32 row_begin, row_end;      // query rows that see any key of the block
   int32 block_begin, block_end;  // their blocks
+  int32 block_first;             // that which is visited first; then those behind it, then the rest
   int32 open_begin, open_end;    // those of which every row exists and sees every key
   int32 key_begin;               // first key of the block
   bool last;                     // no block, but the end of them
@@ -39,6 +40,11 @@ struct alignas(16) BwdWork {
     row_end = static_cast<int32>(seen.end);
     block_begin = row_begin / rows;
     block_end = (row_end + rows - 1) / rows;
+    block_first = block_begin;
+    if constexpr (core::goes_round(C)) {
+      block_first += static_cast<int32>(static_cast<int64>(at.block) * (block_end - block_begin) /
+                                        params.key_blocks);
+    }
     find_open(params);
   }
 
@@ -66,15 +72,21 @@ struct BwdVisit {
 
 template <BwdConfig C>
 __forceinline__ BwdVisit first_visit(const BwdParams& params, const BwdWork<C>& work) {
-  return {work.head_kv * params.group_size, work.block_begin};
+  return {work.head_kv * params.group_size, work.block_first};
 }
 
 // Moves to the next; false behind the last. The caller has `block_end` in a register.
 template <BwdConfig C>
 __forceinline__ bool advance(const BwdParams& params, const BwdWork<C>& work, int32 block_end,
                              BwdVisit& visit) {
-  if (++visit.block < block_end) return true;
-  visit.block = work.block_begin;
+  ++visit.block;
+  if constexpr (core::goes_round(C)) {
+    if (visit.block == block_end) visit.block = work.block_begin;
+    if (visit.block != work.block_first) return true;
+  } else {
+    if (visit.block < block_end) return true;
+    visit.block = work.block_first;
+  }
   return ++visit.head < (work.head_kv + 1) * params.group_size;
 }
 
@@ -249,22 +261,19 @@ struct BwdLoad {
   }
 
   __forceinline__ void load_blocks() {
-    for (int32 i = 0; i < params.group_size; ++i) {
-      const int32 head = work().head_kv * params.group_size + i;
-      const int64 first = first_block<C>(params, work().sequence, head);
-      const int32 end = work().block_end;
+    BwdVisit at = first_visit<C>(params, work());
+    const int32 end = work().block_end;
 #pragma unroll 1
-      for (int32 block = work().block_begin; block < end; ++block) {
-        load_block(head, block, first + block);
-      }
-    }
+    do {
+      load_block(at.head, at.block, visit_number<C>(params, work(), at));
+    } while (advance<C>(params, work(), end, at));
   }
 
   __forceinline__ void run() {
 #pragma unroll 1
     while (publish()) {
       load_keys();
-      load_blocks();
+      if (work().is_seen()) load_blocks();
       work_state.advance();
     }
   }
@@ -325,35 +334,32 @@ struct BwdAdd {
   __forceinline__ void add_blocks() {
     constexpr int32 units[2] = {dq_panels(C, 0).count, dq_panels(C, 1).count};
     static_assert(units[0] <= units[1]);
-    for (int32 i = 0; i < params.group_size; ++i) {
-      const int32 head = work().head_kv * params.group_size + i;
-      const int64 first = first_block<C>(params, work().sequence, head);
-      const int32 end = work().block_end;
+    BwdVisit at = first_visit<C>(params, work());
+    const int32 end = work().block_end;
 #pragma unroll 1
-      for (int32 block = work().block_begin; block < end; ++block) {
-        const int64 number = first + block;
-        if constexpr (C.deterministic) wait_turn(number, block);
+    do {
+      const int64 number = visit_number<C>(params, work(), at);
+      if constexpr (C.deterministic) wait_turn(number, at.block);
 #pragma unroll
-        for (int32 j = 0; j < units[1]; ++j) {
-          if (j < units[0]) add_unit<0>(number, j);
-          add_unit<1>(number, j);
-          if (j < units[0]) {
-            bulk_wait_read<1>();
-            release<0>();
-          }
-          bulk_wait_read<0>();
-          release<1>();
+      for (int32 j = 0; j < units[1]; ++j) {
+        if (j < units[0]) add_unit<0>(number, j);
+        add_unit<1>(number, j);
+        if (j < units[0]) {
+          bulk_wait_read<1>();
+          release<0>();
         }
-        if constexpr (C.deterministic) pass_turn(number);
+        bulk_wait_read<0>();
+        release<1>();
       }
-    }
+      if constexpr (C.deterministic) pass_turn(number);
+    } while (advance<C>(params, work(), end, at));
   }
 
   __forceinline__ void run() {
     while (true) {
       plan.work_ring.wait_full(work_state);
       if (work().last) break;
-      add_blocks();
+      if (work().is_seen()) add_blocks();
       plan.work_ring.release(work_state);
       work_state.advance();
     }
