@@ -130,6 +130,9 @@ class BackwardRows {
     for (int64 begin = own.begin; begin < own.end; begin += 4) {
       const int64 count = core::min64(4, own.end - begin);
       for (int64 r = 0; r < count; ++r) {
+        prefetch_query(p_.q, p_.head_dim, begin + r + rows_ahead);
+        prefetch_query(g_.dout, p_.head_dim_v, begin + r + rows_ahead);
+        prefetch_query(p_.out, p_.head_dim_v, begin + r + rows_ahead);
         load_padded(p_.q, p_.head_dim, begin + r, queries(begin + r));
         load_padded(g_.dout, p_.head_dim_v, begin + r, douts + r * stride);
         load_padded(p_.out, p_.head_dim_v, begin + r, outs + r * stride);
@@ -147,14 +150,13 @@ class BackwardRows {
     float* sum = scratch_.staging;
     const int64 columns = padded_columns(p_.head_dim);
     for (int64 r = own.begin; r < own.end; ++r) {
+      prefetch_query(g_.dq, p_.head_dim, r + rows_ahead);
       std::memset(sum, 0, static_cast<std::size_t>(columns) * sizeof(float));
       for (int64 split = 0; split < config_.splits; ++split) {
         add_scaled_row(sum, 1.0f, dq_row(split, r), columns);
       }
       scale_row(sum, 0, columns, p_.softmax_scale);
-      const core::PackedRow at = packed(r);
-      store_row(sum, p_.head_dim, g_.dq,
-                g_.dq.offset(sequence_.batch_q, sequence_.row_q + at.query, at.head));
+      store_row(sum, p_.head_dim, g_.dq, offset(g_.dq, r));
     }
   }
 
@@ -162,10 +164,17 @@ class BackwardRows {
   core::PackedRow packed(int64 row) const { return core::packed_row(row, group_, item_.head_kv); }
   int64 query(int64 row) const { return row / group_; }
 
-  void load_padded(const core::View& view, int64 columns, int64 row, float* to) const {
+  int64 offset(const core::View& view, int64 row) const {
     const core::PackedRow at = packed(row);
-    load_row(view, view.offset(sequence_.batch_q, sequence_.row_q + at.query, at.head),
-             view.stride[3], columns, to);
+    return view.offset(sequence_.batch_q, sequence_.row_q + at.query, at.head);
+  }
+
+  void prefetch_query(const core::View& view, int64 columns, int64 row) const {
+    if (row < rows_) prefetch_row(view, offset(view, row), columns);
+  }
+
+  void load_padded(const core::View& view, int64 columns, int64 row, float* to) const {
+    load_row(view, offset(view, row), view.stride[3], columns, to);
     fill_row(to, columns, padded_columns(columns), 0.0f);
   }
 
@@ -259,9 +268,16 @@ class BackwardBlocks : BackwardRows {
       float* dkey = scratch_.dkeys + key * scratch_.dkey_stride;
       scale_row(dkey, 0, columns(), p_.softmax_scale);
       const int64 row = sequence_.row_k + first_key_ + key;
-      store_row(dkey, p_.head_dim, g_.dk, g_.dk.offset(sequence_.batch_k, row, item_.head_kv));
+      const auto at = [&](const core::View& view, int64 ahead) {
+        return view.offset(sequence_.batch_k, row + ahead, item_.head_kv);
+      };
+      if (key + rows_ahead < count_) {
+        prefetch_row(g_.dk, at(g_.dk, rows_ahead), p_.head_dim);
+        prefetch_row(g_.dv, at(g_.dv, rows_ahead), p_.head_dim_v);
+      }
+      store_row(dkey, p_.head_dim, g_.dk, at(g_.dk, 0));
       store_row(scratch_.dvalues + key * scratch_.dvalue_stride, p_.head_dim_v, g_.dv,
-                g_.dv.offset(sequence_.batch_k, row, item_.head_kv));
+                at(g_.dv, 0));
     }
   }
 
@@ -275,7 +291,7 @@ class BackwardBlocks : BackwardRows {
     multiply_scores(dout, shared_.dout_stride, p_.head_dim_v, scratch_.transposed_values,
                     scratch_.dscores);
     for (int64 b = 0; b < row_blocks(); ++b) {
-      const core::RowBlock rows = row_block(b);
+      const core::RowBlock rows = scratch_.visible[b].rows;
       for (int64 r = rows.begin; r < rows.end; ++r) {
         ask_ahead(r);
         find_score_gradients(r, scratch_.visible[b]);
@@ -322,6 +338,7 @@ class BackwardBlocks : BackwardRows {
       const int64 begin = core::max64(0, any.begin - first_key_);
       const int64 end = core::min64(count_, any.end - first_key_);
       VisibleKeys seen;
+      seen.rows = rows;
       if (begin < end) {
         any_visible_ = true;
         seen.keys = {begin / lanes * lanes, core::round_up(end, lanes)};
@@ -342,7 +359,7 @@ class BackwardBlocks : BackwardRows {
       for (int64 b = 0; b < row_blocks(); ++b) {
         const core::KeyRange seen = scratch_.visible[b].keys;
         if (seen.begin >= key + panel_width || seen.end <= key) continue;
-        const core::RowBlock rows = row_block(b);
+        const core::RowBlock rows = scratch_.visible[b].rows;
         const int64 row = rows.begin - strip_.begin;
         Float32Products::multiply<false>(rows.end - rows.begin, panel_vectors,
                                          {.a = a + row * a_stride,
@@ -453,7 +470,7 @@ class BackwardBlocks : BackwardRows {
     for (int64 b = 0; b < row_blocks(); ++b) {
       const core::KeyRange seen = scratch_.visible[b].keys;
       if (seen.empty() || seen.begin >= end || seen.end <= begin) continue;
-      const core::RowBlock block = row_block(b);
+      const core::RowBlock block = scratch_.visible[b].rows;
       rows = {core::min64(rows.begin, block.begin), core::max64(rows.end, block.end)};
     }
     return rows;
@@ -491,7 +508,7 @@ class BackwardBlocks : BackwardRows {
       for (int64 b = 0; b < row_blocks(); ++b) {
         const core::KeyRange seen = scratch_.visible[b].keys;
         if (seen.empty()) continue;
-        const core::RowBlock rows = row_block(b);
+        const core::RowBlock rows = scratch_.visible[b].rows;
         for (int64 r = rows.begin; r < rows.end; ++r) {
           ask<3>(dq_row(item_.split, r) + column, width);
         }

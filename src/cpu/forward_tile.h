@@ -21,6 +21,7 @@ inline constexpr core::int64 most_keys_ahead = 64;
 // The keys of a block that any row of a row block sees, from a vector's bound on; full: all rows
 // see all keys of the block.
 struct VisibleKeys {
+  core::RowBlock rows{0, 0};
   core::KeyRange keys;
   bool full = false;
 };

@@ -290,8 +290,8 @@ class PackedTile : TileRows<exp2_degree> {
     const bool partial = find_visible(first_key, count);
     multiply_queries(count, keys);
     for (int64 b = 0; b < row_blocks(); ++b) {
-      const core::RowBlock rows = row_block(b);
       const VisibleKeys& visible = this->scratch_.visible[b];
+      const core::RowBlock rows = visible.rows;
       const core::KeyRange seen = visible.keys;
       if (seen.empty()) continue;
       for (int64 r = rows.begin; r < rows.end; ++r) {
@@ -325,6 +325,7 @@ class PackedTile : TileRows<exp2_degree> {
       const int64 begin = core::max64(0, any.begin - first_key);
       const int64 end = core::min64(count, any.end - first_key);
       VisibleKeys seen;
+      seen.rows = rows;
       if (begin < end) {
         seen.keys = {begin / lanes * lanes, end};
         const core::KeyRange all =
@@ -375,7 +376,7 @@ class PackedTile : TileRows<exp2_degree> {
         prefetch_next(this->p_.k, this->p_.head_dim, product++, products);
         const core::KeyRange seen = s.visible[b].keys;
         if (seen.begin >= key + panel_width || seen.end <= key) continue;
-        const core::RowBlock rows = row_block(b);
+        const core::RowBlock rows = s.visible[b].rows;
         const int64 vectors = core::ceil_div(core::min64(seen.end - key, panel_width), lanes);
         Products::template multiply<true>(
             rows.end - rows.begin, vectors,
@@ -395,7 +396,7 @@ class PackedTile : TileRows<exp2_degree> {
 
   void convert_weights(int64 b) const {
     const TileScratch& s = this->scratch_;
-    const core::RowBlock rows = row_block(b);
+    const core::RowBlock rows = s.visible[b].rows;
     const core::KeyRange seen = s.visible[b].keys;
     for (int64 r = rows.begin; r < rows.end; ++r) {
       Products::convert_weights(this->scores(r), seen.begin, core::round_up(seen.end, lanes));
@@ -417,7 +418,7 @@ class PackedTile : TileRows<exp2_degree> {
         prefetch_next(this->p_.v, this->p_.head_dim_v, product++, products);
         const core::KeyRange seen = s.visible[b].keys;
         if (seen.empty()) continue;
-        const core::RowBlock rows = row_block(b);
+        const core::RowBlock rows = s.visible[b].rows;
         const auto* weights = reinterpret_cast<const Element*>(this->scores(rows.begin));
         Products::template multiply<false>(rows.end - rows.begin, width / lanes,
                                            {.a = weights + seen.begin,
@@ -438,7 +439,7 @@ class PackedTile : TileRows<exp2_degree> {
 
   void add_values_row_by_row(int64 first_key) const {
     for (int64 b = 0; b < row_blocks(); ++b) {
-      const core::RowBlock rows = row_block(b);
+      const core::RowBlock rows = this->scratch_.visible[b].rows;
       const core::KeyRange seen = this->scratch_.visible[b].keys;
       for (int64 r = rows.begin; r < rows.end; ++r) {
         this->add_values_selectively(r, first_key, seen.begin, seen.end);
