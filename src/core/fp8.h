@@ -286,9 +286,15 @@ struct FwdFp8Params : FwdParams {
   int64 key_scale_stride[2] = {};
 };
 
-// Bytes of the fp32 sums that a promoting kernel keeps in shared memory (device/fwd_fp8_sm90.cuh).
+// Whether a promoting kernel of two warpgroups, which have 240 registers a thread, keeps its fp32
+// sums there, beside scores, weights and output; else they are in shared memory.
+constexpr bool fp8_sums_in_registers(const FwdConfig& c) {
+  return c.promote > 0 && c.warpgroups == 2 && c.dtype != DType::s8 &&
+         c.transform == ScoreTransform::none && c.tile_k / 2 + c.tile_k / 8 + c.head_dim_v <= 208;
+}
+// Bytes of the sums in shared memory (device/fwd_fp8_sm90.cuh).
 constexpr int32 fp8_sum_bytes(const FwdConfig& c) {
-  return c.promote > 0 ? rows_of(c) * c.head_dim_v * 4 : 0;
+  return c.promote > 0 && !fp8_sums_in_registers(c) ? rows_of(c) * c.head_dim_v * 4 : 0;
 }
 
 constexpr int32 fp8_shared_bytes(const FwdConfig& c) {

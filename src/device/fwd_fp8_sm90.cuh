@@ -20,7 +20,8 @@
 // taken out by the addend: a move per score, 192 cycles of the issue slots. Weights and v are e4m3.
 //
 // Hopper's products of 8-bit floats add into accumulators of about 14 bits. A promoting kernel lets
-// them sum over C.promote key tiles only and adds the parts up in fp32, in shared memory.
+// them sum over C.promote key tiles only and adds the parts up in fp32: in registers where a tile
+// leaves room for them, else in shared memory.
 #pragma once
 
 #include "core/fp8.h"
@@ -71,9 +72,14 @@ struct Fp8Compute {
   float output[output_count];                  // [64 x head_dim_v], since the last promotion
   float reference[2];                          // per half: of t + log2 of v's scale
   float sum[2];                                // this thread's share
-  float row_scale;      // of this warp's q, and softmax_scale log2(e) unless transformed
+  float row_scale;  // of this warp's q, and softmax_scale log2(e) unless transformed
+  // Sums in fp32, of what was in output before the last promotion.
+  static constexpr bool sums_here = core::fp8_sums_in_registers(C);
+  static constexpr bool sums_apart = C.promote > 0 && !sums_here;
+  float total[sums_here ? output_count : 1];
   float sum_factor[2];  // what the sums in shared memory have to shrink by
-  int32 summed;         // key tiles in the sums and in output
+  int32 until;          // key tiles that output still sums before it is promoted
+  bool promoted;        // the sums in shared memory hold something
 
   __forceinline__ int32 warp() const { return warp_index() % 4; }
   __forceinline__ int32 first_row() const {
@@ -398,10 +404,12 @@ struct Fp8Compute {
   __forceinline__ void scale_output(const float (&factor)[2]) {
 #pragma unroll
     for (int32 i = 0; i < output_count; ++i) output[i] *= factor[(i / 2) % 2];
-    if constexpr (C.promote > 0) {
-      sum_factor[0] *= factor[0];
-      sum_factor[1] *= factor[1];
+    if constexpr (sums_here) {
+#pragma unroll
+      for (int32 i = 0; i < output_count; ++i) total[i] *= factor[(i / 2) % 2];
     }
+    sum_factor[0] *= factor[0];
+    sum_factor[1] *= factor[1];
   }
 
   __forceinline__ void count(int32 which, bool happened) {
@@ -488,12 +496,18 @@ struct Fp8Compute {
     return true;
   }
 
-  // Nothing is in flight here: registers are dear enough without its operands.
+  // Nothing is in flight here: registers are dear enough without its operands. Sums in registers
+  // take the output, whose place is free meanwhile.
   __forceinline__ void take_again(const FwdTile& tile, int32 block, float (&factor)[2]) {
+    if constexpr (sums_here) promote();
     compute_scores_again(tile, block);
     exponentiate_exact<false>(factor, {});
     count(1, true);
     count(1, true);
+    if constexpr (sums_here) {
+#pragma unroll
+      for (int32 i = 0; i < output_count; ++i) output[i] = 0.0f;
+    }
   }
 
   // Element e of register r of step k is key 32 k + 16 (r / 2) + value_key(4 (lane % 4) + e).
@@ -518,6 +532,11 @@ struct Fp8Compute {
 
   // What the sums hold is added to output.
   __forceinline__ void add_sums() {
+    if constexpr (sums_here) {
+#pragma unroll
+      for (int32 i = 0; i < output_count; ++i) output[i] += total[i];
+      return;
+    }
 #pragma unroll
     for (int32 i = 0; i < output_count; i += 4) {
       const uint4 bits = load_shared_x4(sums(i / 4));
@@ -529,9 +548,20 @@ struct Fp8Compute {
   }
 
   // Every C.promote key tiles, while scores are computed, output moves into the sums and starts
-  // from zero.
+  // from zero. Warpgroups in turns do so at different tiles, that one's way through shared memory
+  // lies under the other's products.
   __forceinline__ void promote() {
-    if (summed > C.promote) add_sums();
+    until = C.promote;
+    if constexpr (sums_here) {
+#pragma unroll
+      for (int32 i = 0; i < output_count; ++i) {
+        total[i] += output[i];
+        output[i] = 0.0f;
+      }
+      return;
+    }
+    if (promoted) add_sums();
+    promoted = true;
 #pragma unroll
     for (int32 i = 0; i < output_count; i += 4) {
       store_shared_x4(sums(i / 4),
@@ -539,13 +569,15 @@ struct Fp8Compute {
                        __float_as_uint(output[i + 2]), __float_as_uint(output[i + 3])});
       output[i] = output[i + 1] = output[i + 2] = output[i + 3] = 0.0f;
     }
-    wgmma_hold(output);  // zeros in registers now, not behind the next product's fence
     sum_factor[0] = sum_factor[1] = 1.0f;
   }
 
   __forceinline__ void promote_if_due() {
     if constexpr (C.promote > 0) {
-      if (summed > 0 && summed % C.promote == 0) promote();
+      if (until == 0) {
+        promote();
+        wgmma_hold(output);  // zeros in registers now, not behind the next product's fence
+      }
     }
   }
 
@@ -609,9 +641,12 @@ struct Fp8Compute {
     sum[0] = sum[1] = 0.0f;
 #pragma unroll
     for (int32 i = 0; i < output_count; ++i) output[i] = 0.0f;
-    if constexpr (C.promote > 0) {
-      summed = 0;
-      sum_factor[0] = sum_factor[1] = 1.0f;
+    until = C.promote - (C.ping_pong ? C.promote / C.warpgroups * warpgroup : 0);
+    promoted = false;
+    sum_factor[0] = sum_factor[1] = 1.0f;
+    if constexpr (sums_here) {
+#pragma unroll
+      for (int32 i = 0; i < output_count; ++i) total[i] = 0.0f;
     }
   }
 
@@ -624,7 +659,7 @@ struct Fp8Compute {
     pass_turn();
     reset();
     load_row_scale(tile);
-    if constexpr (C.promote > 0 && C.out_apart) wait_for_staging();
+    if constexpr (sums_apart && C.out_apart) wait_for_staging();
     wgmma_wait<0>();
     settle_scores();
     transform();
@@ -739,7 +774,7 @@ struct Fp8Compute {
   __forceinline__ void go_on(const FwdTile& tile, int32 block) {
     k_state.advance();
     if (block == tile.begin) release_q_early();
-    if constexpr (C.promote > 0) ++summed;
+    if constexpr (C.promote > 0) --until;
     look_ahead();
   }
 
@@ -751,8 +786,9 @@ struct Fp8Compute {
     issue_output();
     pass_turn();
     settle_output();
-    if constexpr (C.promote > 0) {
-      if (summed >= C.promote) add_sums();
+    if constexpr (sums_here) add_sums();
+    if constexpr (sums_apart) {
+      if (promoted) add_sums();
     }
   }
 
@@ -798,7 +834,7 @@ struct Fp8Compute {
   // have been read.
   __forceinline__ void wait_for_staging() {
     if (lane_index() == 0) bulk_wait_read<0>();
-    if constexpr (C.promote > 0) {
+    if constexpr (sums_apart) {
       named_barrier_sync<128>(Plan::group_barrier + warpgroup);
     } else {
       __syncwarp();
@@ -928,6 +964,8 @@ struct Fp8Compute {
       } else {
         run_tile(tile);
       }
+      // Read again: all along the tile it would take a register.
+      tile_state.parity = plan.tile_parity[tile_state.stage];
       __syncwarp();
       if (lane_index() == 0) plan.tile_ring.release(tile_state);
       tile_state.advance();

@@ -34,7 +34,7 @@ struct Fp8Plan {
   static constexpr uint32 out_row_bytes = 2 * core::panel_columns;
   static constexpr uint32 out_bytes = 16 * panels_v * out_row_bytes;  // of a warp
   // Sums: 4 of each thread side by side, [head_dim_v / 8][thread][4] for each warpgroup.
-  static constexpr uint32 sum_bytes = C.promote > 0 ? 16 * C.head_dim_v * 4 : 0;
+  static constexpr uint32 sum_bytes = core::fp8_sum_bytes(C) / (4 * C.warpgroups);
   static constexpr uint32 apart_bytes =
       C.out_apart ? (out_bytes > sum_bytes ? out_bytes : sum_bytes) : sum_bytes;
 
@@ -54,6 +54,7 @@ struct Fp8Plan {
   Ring<1> q_ring;
   Ring<2> tile_ring;  // full: 1 producer; free: each computing warp
   FwdTile tiles[2];
+  uint32 tile_parity[2];  // of the ring
 
   static constexpr uint32 consumer_warps = 4 * C.warpgroups;
   static constexpr int32 consumer_threads = 128 * C.warpgroups;
@@ -68,7 +69,7 @@ struct Fp8Plan {
   static_assert(C.head_dim_v % 16 == 0 && C.head_dim_v <= 256);
   static_assert(C.tile_k % scale_block == 0 && C.tile_k <= 256);
   static_assert(!C.tma_out || core::size_bytes(C.out_dtype) == 2);
-  static_assert(C.out_apart || !C.tma_out || C.promote == 0, "out is staged where the sums were");
+  static_assert(C.out_apart || !C.tma_out || sum_bytes == 0, "out is staged where the sums were");
   static_assert(C.out_apart || 4 * out_bytes * C.warpgroups <= q_bytes,
                 "out is staged where q was");
 };
@@ -142,6 +143,7 @@ struct Fp8Load {
   __forceinline__ void publish(const FwdTile& tile) {
     plan.tile_ring.wait_free(tile_state);
     plan.tiles[tile_state.stage] = tile;
+    plan.tile_parity[tile_state.stage] = tile_state.parity;
     mbarrier_arrive(plan.tile_ring.full[tile_state.stage]);
     tile_state.advance();
   }

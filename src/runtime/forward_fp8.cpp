@@ -135,12 +135,11 @@ FwdConfig choose_forward_fp8_sm90(const Problem& p, core::SoftmaxPolicy softmax,
     c.stages = 4;
   } else if (widest <= 128) {
     // Short rows of tiles waste less with narrow ones. Three warpgroups have no registers left for
-    // sums in fp32.
+    // sums in fp32; two have with tiles of 128 keys.
     const bool narrow = plain && promote_keys == 0;
-    const bool wide = plain && !crowded && (!windowed || p.seqlen_k >= 8192);
     c.warpgroups = narrow ? 3 : 2;
-    c.tile_k = narrow ? 96 : wide ? 192 : 128;
-    c.stages = narrow ? 3 : 2;
+    c.tile_k = narrow ? 96 : 128;
+    c.stages = 3;
   } else {
     c.tile_k = 96;
   }
