@@ -897,29 +897,9 @@ struct Fp8Compute {
     store_rows(tile);
   }
 
-  // What this warpgroup's rows see of the tile's blocks; at least one. As find_span(), with as few
-  // instructions as it takes: they stand between two tiles.
+  // What this warpgroup's rows see of the tile's blocks; at least one.
   __forceinline__ KeySpan own_span(const FwdTile& tile) const {
-    KeySpan own = tile;
-    if constexpr (C.bound_right) {
-      const int32 shift = tile.length_k - tile.length_q;
-      const int32 first = tile.q_begin + 64 * warpgroup + shift;
-      const int32 last = min(first + 64, tile.length_k) - 1;
-      const auto inside = [&](int32 key) { return min(max(key, 0), tile.length_k); };
-      const int32 end = inside(last + params.window_right + 1);
-      const int32 begin = C.bound_left ? inside(first - params.window_left) : 0;
-      if (first > last || begin >= end) return own;
-      constexpr auto tile_k = static_cast<uint32>(C.tile_k);
-      const auto blocks = [](int32 keys) {
-        return static_cast<int32>(static_cast<uint32>(keys) / tile_k);
-      };
-      own.end = blocks(end + C.tile_k - 1);
-      own.full_end = blocks(inside(first + params.window_right + 1));
-      const int32 all_begin = C.bound_left ? inside(last - params.window_left) : 0;
-      own.full_begin = blocks(all_begin + C.tile_k - 1);
-      if (own.full_begin >= own.full_end) own.full_begin = own.full_end = tile.begin;
-    }
-    return own;
+    return span_inside<C>(tile, params, tile.q_begin + 64 * warpgroup, 64);
   }
 
   __forceinline__ void run_tile(const FwdTile& tile) {
