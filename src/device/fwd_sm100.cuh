@@ -64,11 +64,12 @@ struct Multiply100 {
     return taken;
   }
 
-  __forceinline__ void scores(int32 t, const RingState<C.stages>& keys) {
+  __forceinline__ void scores(int32 t, const RingState<C.stages>& keys, bool first) {
     const int32 n = scored[t]++;
     if constexpr (!C.issue_order && !core::weights_apart(C)) {
-      // The weights that these scores overwrite have been multiplied.
-      const int32 before = n - (C.query_tiles == 2 ? 1 : 2);
+      // The weights that these scores overwrite have been multiplied. Behind the first scores of a
+      // tile no output is issued that could be waited for later: a parity tells two phases apart.
+      const int32 before = n - (C.query_tiles == 2 || first ? 1 : 2);
       begin(TracePhase::output);
       if (before >= 0) wait_pair<C>(plan.output_done[t], parity_of(before));
       tcgen05_fence_after();
@@ -171,7 +172,7 @@ struct Multiply100 {
     const KeySpan& span = tile.spans[t];
     if (!visits(span, block)) return;
     if (block == first_of(tile, span)) plan.q_ring[t].wait_full(q_states[t]);
-    scores(t, keys);
+    scores(t, keys, block == first_of(tile, span));
     if (block == last_of(tile, span)) {
       if constexpr (C.out_apart || !C.tma_out) commit<C>(plan.q_ring[t].free[0]);
       q_states[t].advance();
