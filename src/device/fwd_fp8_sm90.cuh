@@ -463,6 +463,7 @@ struct Fp8Compute {
         }
       }
     }
+    __syncwarp();  // all lanes have read q before one gives it back
     if constexpr (integers) {
 #pragma unroll
       for (int32 i = 0; i < score_count; ++i) scores[i] += zero_score;
