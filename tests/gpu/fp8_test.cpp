@@ -64,6 +64,7 @@ struct Fp8Case {
   int32 tile_k = 0;  // Hopper; 0: as chosen
   int32 warpgroups = 0;
   bool ping_pong = false;
+  int sm_count = 0;                               // of an emulated chip; 0: its own
   void (*change)(core::Fwd100Config&) = nullptr;  // Blackwell
 };
 
@@ -407,7 +408,8 @@ std::vector<Fp8Result> check_case(const Fp8Case& spec, runtime::EmulationOptions
   std::vector<Fp8Result> result;
   for (const std::string& name : test_devices()) {
     SCOPED_TRACE(name);
-    const auto device = runtime::open_device(name, {.order = order, .seed = 7, .checks = true});
+    const auto device = runtime::open_device(
+        name, {.order = order, .seed = 7, .checks = true, .sm_count = spec.sm_count});
     const std::string arch = device->properties().arch;
     if (spec.codes == core::DType::s8 && arch != "sm_90a") {
       EXPECT_EQ(runtime::forward_fp8_supports(input.problem, arch, spec.codes).size(), 1u);
@@ -649,6 +651,17 @@ TEST(Fp8Guard, TakesTilesAgainWhenSumsOverflow) {
                     runtime::EmulationOptions::Order::lazy)) {
       EXPECT_EQ(result.counters[1] > 0, (rise > 0.0f) == (result.arch == "sm_90a")) << result.arch;
     }
+  }
+}
+
+// The block that is visited last is taken again, and the next tile's q waits for its place.
+TEST(Fp8Guard, TakesTheLastBlockAgainTileAfterTile) {
+  for (const int32 head_dim : {64, 128, 256}) {
+    Fp8Case spec{.name = "last", .heads_q = 5, .heads_kv = 5, .seqlen_q = 140, .seqlen_k = 384};
+    spec.head_dim = spec.head_dim_v = head_dim;
+    spec.rise = 200.0f;
+    spec.sm_count = 2;
+    check_case(spec, runtime::EmulationOptions::Order::random);
   }
 }
 
