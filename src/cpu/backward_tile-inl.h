@@ -282,7 +282,7 @@ class BackwardBlocks : BackwardRows {
   }
 
   void run_strip() {
-    const bool hides = find_visible();
+    hides_ = find_visible();
     if (!any_visible_) return;
     const float* q = queries(strip_.begin);
     const float* dout = douts(strip_.begin);
@@ -298,7 +298,7 @@ class BackwardBlocks : BackwardRows {
       }
     }
     // A weight of zero must not meet an infinity or NaN that its row or key does not see.
-    if (hides && (nonfinite_keys_ || nonfinite_rows())) {
+    if (hides_ && (nonfinite_keys_ || nonfinite_rows())) {
       add_selectively();
       return;
     }
@@ -466,6 +466,7 @@ class BackwardBlocks : BackwardRows {
   // Rows of the strip that meet keys [begin, end) of the block: a range, whose other rows hold
   // zeros there.
   core::RowBlock rows_that_see(int64 begin, int64 end) const {
+    if (!hides_) return strip_;
     core::RowBlock rows{strip_.end, strip_.begin};
     for (int64 b = 0; b < row_blocks(); ++b) {
       const core::KeyRange seen = scratch_.visible[b].keys;
@@ -558,7 +559,8 @@ class BackwardBlocks : BackwardRows {
   int64 first_key_ = 0;  // of the block
   int64 count_ = 0;      // keys in the block
   core::RowBlock strip_{0, 0};
-  bool any_visible_ = false;
+  bool any_visible_ = false;  // to a row of the strip
+  bool hides_ = false;        // a row of the strip sees less than the block
   bool nonfinite_keys_ = false;
 };
 

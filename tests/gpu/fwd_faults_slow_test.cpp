@@ -36,14 +36,14 @@ constexpr core::int32 head_dim = 64;
 
 // On a chip of one SM all tiles fall to one CTA, so that every ring goes round from tile to tile.
 // Neither the last keys nor the last queries fill a block. First tiles of several blocks, then many
-// tiles of a single one, then many of several, where two blocks of each tile have hidden keys: of a
-// single one the two warpgroups in turn would wait for the same keys.
+// tiles of a single one, then many of several, and then tiles of which two blocks have hidden keys:
+// for a single one the two warpgroups in turns wait by the same keys.
 struct Shape {
   core::int32 batch;
   int64 seqlen_q;
   int64 seqlen_k;
 };
-constexpr Shape shapes[] = {{1, 300, 300}, {5, 40, 40}, {2, 600, 632}};
+constexpr Shape shapes[] = {{1, 300, 300}, {5, 40, 40}, {2, 600, 600}, {1, 300, 332}};
 
 core::Problem problem(const Shape& shape) {
   core::Problem p;
