@@ -60,4 +60,14 @@ constexpr int64 tile_work(Window window, int64 length_q, int64 length_k, int64 q
   return (q_end - q_begin) * (keys.end - keys.begin);
 }
 
+// How many of `pairs` heads with their tiles are dealt together where at most `fitting`, one or
+// more and no more than there are, find room in a cache: the most from half of those on of which
+// there is a whole number. Of a rest of pairs the longest tiles would begin last, and end last.
+constexpr int64 section_of(int64 fitting, int64 pairs) {
+  for (int64 section = fitting; 2 * section >= fitting; --section) {
+    if (pairs % section == 0) return section;
+  }
+  return fitting;
+}
+
 }  // namespace fovea::core

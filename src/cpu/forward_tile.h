@@ -18,8 +18,8 @@ inline constexpr core::int64 padded(core::int64 count, core::int64 multiple = ma
 // Few rows: the most keys ahead of the products for which memory is asked.
 inline constexpr core::int64 most_keys_ahead = 64;
 
-// The keys of a block that any row of a row block sees, from a vector's bound on; full: all rows
-// see all keys of the block.
+// A row block, and the keys of a block that any of its rows sees, from a vector's bound on; full:
+// all rows see all keys of the block.
 struct VisibleKeys {
   core::RowBlock rows{0, 0};
   core::KeyRange keys;

@@ -9,6 +9,7 @@
 #include "core/dropout.h"
 #include "core/mask.h"
 #include "core/numeric.h"
+#include "core/tiles.h"
 #include "fovea/fovea.hpp"
 #include "runtime/backward_tuning.h"
 #include "runtime/copy_engine.h"
@@ -187,19 +188,15 @@ void fill_features(BwdParams& params, const Problem& p, const Gradients& g, cons
   params.dbias.parts = static_cast<int32>(bias.parts);
 }
 
-// How many (sequence, KV head) pairs are dealt together: those whose rows of q, dout and dq_sums
-// fit half of the L2. If it can be between half of them and all, a part of which there is a whole
-// number: of a rest of pairs the longest blocks of keys would begin last.
+// (sequence, KV head) pairs that are dealt together: their rows of q, dout and dq_sums fit half of
+// the L2.
 int32 pairs_of_section(const Problem& p, const DeviceProperties& chip) {
   const int64 bytes =
       p.seqlen_q * p.group_size() * (2 * p.head_dim + 2 * p.head_dim_v + 4 * p.head_dim);
   const int64 pairs = std::max<int64>(sequences(p) * p.heads_kv, 1);
   const int64 fitting = std::clamp<int64>(
       static_cast<int64>(chip.l2_bytes / 2) / std::max<int64>(bytes, 1), 1, pairs);
-  for (int64 section = fitting; 2 * section >= fitting; --section) {
-    if (pairs % section == 0) return static_cast<int32>(section);
-  }
-  return static_cast<int32>(fitting);
+  return static_cast<int32>(core::section_of(fitting, pairs));
 }
 
 // Everything but the tensor maps.

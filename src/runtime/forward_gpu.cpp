@@ -7,6 +7,7 @@
 #include "core/dropout.h"
 #include "core/mask.h"
 #include "core/numeric.h"
+#include "core/tiles.h"
 #include "fovea/fovea.hpp"
 #include "runtime/forward_config.h"
 #include "runtime/source.h"
@@ -80,21 +81,13 @@ int32 narrow_bound(int64 bound, const Problem& p) {
   return bound < 0 ? -1 : static_cast<int32>(std::min(bound, std::max(p.seqlen_q, p.seqlen_k)));
 }
 
-// Pairs of (batch, head) that are dealt together: as many as keep their keys and values in half of
-// the L2, or as many fewer as leave no last section that is not full, whose longest tiles would be
-// the last to end.
-int32 pairs_in_cache(const Problem& p, bool packed, const DeviceProperties& chip) {
-  const std::uint64_t head_bytes = static_cast<std::uint64_t>(p.seqlen_k) *
-                                   static_cast<std::uint64_t>(p.head_dim + p.head_dim_v) * 2;
-  const std::uint64_t heads = chip.l2_bytes / 2 / std::max<std::uint64_t>(head_bytes, 1);
-  const auto pairs = static_cast<std::uint64_t>(p.batch * (packed ? p.heads_kv : p.heads_q));
-  const auto sharing = static_cast<std::uint64_t>(packed ? 1 : p.group_size());
-  const auto most =
-      std::clamp<std::uint64_t>(heads * sharing, 1, std::max<std::uint64_t>(pairs, 1));
-  for (std::uint64_t section = most; 2 * section > most; --section) {
-    if (pairs % section == 0) return static_cast<int32>(section);
-  }
-  return static_cast<int32>(most);
+// Pairs of (batch, head) that are dealt together: their keys and values fit half of the L2.
+int32 pairs_of_section(const Problem& p, bool packed, const DeviceProperties& chip) {
+  const int64 head_bytes = p.seqlen_k * (p.head_dim + p.head_dim_v) * 2;
+  const int64 heads = static_cast<int64>(chip.l2_bytes / 2) / std::max<int64>(head_bytes, 1);
+  const int64 pairs = std::max<int64>(p.batch * (packed ? p.heads_kv : p.heads_q), 1);
+  const int64 fitting = std::clamp<int64>(heads * (packed ? 1 : p.group_size()), 1, pairs);
+  return static_cast<int32>(core::section_of(fitting, pairs));
 }
 
 void fill_scores(FwdParams& params, const Problem& p, ScoreTransform transform) {
@@ -331,7 +324,7 @@ ForwardTiles fill_forward_params(FwdParams& params, const ForwardCall& call, con
   fill_position(params, p);
   params.q_blocks = static_cast<int32>(count.q_blocks);
   params.section =
-      core::is_windowed(config) || config.ragged ? pairs_in_cache(p, config.packed, chip) : 1;
+      core::is_windowed(config) || config.ragged ? pairs_of_section(p, config.packed, chip) : 1;
   params.tiles = static_cast<int32>(tiles);
   const auto clusters = static_cast<std::uint32_t>(tiles);
   const auto ctas = static_cast<std::uint32_t>(core::ctas_of(config));

@@ -70,5 +70,13 @@ TEST(CoreTiles, WorkCountsTheKeysThatCanMatter) {
   EXPECT_EQ(tile_work({-1, -1}, 6, 0, 0, 6), 0);
 }
 
+TEST(CoreTiles, SectionsLeaveNoRestWhereHalfOfWhatFitsDoes) {
+  EXPECT_EQ(section_of(25, 128), 16);
+  EXPECT_EQ(section_of(24, 24), 24);
+  EXPECT_EQ(section_of(4, 10), 2);
+  EXPECT_EQ(section_of(6, 7), 6);  // a prime: a rest there will be
+  EXPECT_EQ(section_of(1, 7), 1);
+}
+
 }  // namespace
 }  // namespace fovea::core

@@ -661,7 +661,9 @@ TEST(Fp8Guard, TakesTheLastBlockAgainTileAfterTile) {
     spec.head_dim = spec.head_dim_v = head_dim;
     spec.rise = 200.0f;
     spec.sm_count = 2;
-    check_case(spec, runtime::EmulationOptions::Order::random);
+    for (const Fp8Result& result : check_case(spec, runtime::EmulationOptions::Order::random)) {
+      EXPECT_TRUE(result.arch != "sm_90a" || result.counters[1] > 0) << head_dim;
+    }
   }
 }
 

@@ -37,7 +37,7 @@ constexpr core::int32 head_dim = 64;
 // On a chip of one SM all tiles fall to one CTA, so that every ring goes round from tile to tile.
 // Neither the last keys nor the last queries fill a block. First tiles of several blocks, then many
 // tiles of a single one, then many of several, and then tiles of which two blocks have hidden keys:
-// for a single one the two warpgroups in turns wait by the same keys.
+// where only one has, a warpgroup that leaves out a wait is covered by the other's, in its turn.
 struct Shape {
   core::int32 batch;
   int64 seqlen_q;
@@ -278,7 +278,7 @@ void break_blackwell(const core::Fwd100Config& config, std::uint64_t share) {
   EXPECT_EQ(all.reported + all.explained, all.total);
   EXPECT_GT(all.total, 10);
   // A draw of few may be less lucky.
-  EXPECT_GE(100 * all.reported, (every ? 95 : 70) * all.total);
+  EXPECT_GE(100 * all.reported, (every ? 95 : 85) * all.total);
 }
 
 TEST(ForwardFaults, NearlyEveryOneIsReportedOnBlackwell) {
@@ -300,7 +300,7 @@ TEST(ForwardFaults, NearlyEveryOneIsReportedOnBlackwellIn8Bits) {
 }
 
 TEST(ForwardFaults, NearlyEveryOneIsReportedOnBlackwellIn8BitsGuarded) {
-  break_blackwell(eight_bits(core::SoftmaxPolicy::sum_guard), 12);
+  break_blackwell(eight_bits(core::SoftmaxPolicy::sum_guard), 6);
 }
 
 }  // namespace
