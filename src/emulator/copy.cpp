@@ -88,6 +88,7 @@ Step run_cp_async(Warp& warp, const Inst& inst) {
       warp.launch->stopped = true;
     }
     op->pieces.push_back(piece);
+    warp.counters.cp_async_bytes += piece.bytes;
   });
   warp.cluster->enqueue(std::move(op), warp, inst, warp.first_lane());
   return Step::next;
@@ -245,7 +246,8 @@ class BulkOp : public AsyncOp {
                    reduce ? Access::atomic : Access::write);
     }
     store(place.data);
-    if (place.cta != cta) warp->counters.dsmem_bytes += bytes;
+    // Multicast. What comes from shared memory was counted when it was issued.
+    if (place.cta != cta && from_side == Side::global) warp->counters.dsmem_bytes += bytes;
     if (signal != 0) barrier_receive(*this, signal, bytes);
   }
 };
@@ -283,8 +285,12 @@ Step run_bulk(Warp& warp, const Inst& inst) {
       return;
     }
     if (op->bytes == 0) return;
-    (op->to_side == Side::global ? warp.counters.tma_store_bytes : warp.counters.tma_load_bytes) +=
-        op->bytes;
+    if (op->to_side == Side::global) {
+      warp.counters.tma_store_bytes += op->bytes;
+    } else {
+      const bool loads = op->from_side == Side::global;
+      (loads ? warp.counters.tma_load_bytes : warp.counters.dsmem_bytes) += op->bytes;
+    }
     warp.cluster->enqueue(std::move(op), warp, inst, lane);
   });
   return Step::next;

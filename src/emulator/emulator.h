@@ -155,11 +155,16 @@ struct Counters {
   std::uint64_t bank_conflicts = 0;  // extra shared-memory cycles of thread accesses
   std::uint64_t global_read_bytes = 0;
   std::uint64_t global_write_bytes = 0;
-  std::uint64_t tma_load_bytes = 0;
+  std::uint64_t cp_async_bytes = 0;  // written into shared memory, zeros that fill up too
+  std::uint64_t tma_load_bytes = 0;  // by copies and bulk copies out of global memory
   std::uint64_t tma_store_bytes = 0;
-  std::uint64_t dsmem_bytes = 0;
+  std::uint64_t dsmem_bytes = 0;  // between CTAs of a cluster, bulk copies of shared memory too
   std::uint64_t tensor_memory_read_bytes = 0;
   std::uint64_t tensor_memory_write_bytes = 0;
+  // Of these two: operand A, and the accumulator of each product that adds to it, or writes it.
+  std::uint64_t tensor_memory_operand_bytes = 0;
+  std::uint64_t accumulator_read_bytes = 0;
+  std::uint64_t accumulator_write_bytes = 0;
   std::uint64_t barrier_waits = 0;
   std::uint64_t barrier_blocks = 0;  // waits that did not pass at once
   std::uint64_t atomics = 0;

@@ -33,7 +33,7 @@ struct Field {
   std::uint64_t Counters::*member;
 };
 
-constexpr std::array<Field, 25> kFields{{
+constexpr std::array<Field, 29> kFields{{
     {"warp_instructions", &Counters::warp_instructions},
     {"tensor_flops_f16", &Counters::tensor_flops_f16},
     {"tensor_flops_tf32", &Counters::tensor_flops_tf32},
@@ -50,16 +50,22 @@ constexpr std::array<Field, 25> kFields{{
     {"bank_conflicts", &Counters::bank_conflicts},
     {"global_read_bytes", &Counters::global_read_bytes},
     {"global_write_bytes", &Counters::global_write_bytes},
+    {"cp_async_bytes", &Counters::cp_async_bytes},
     {"tma_load_bytes", &Counters::tma_load_bytes},
     {"tma_store_bytes", &Counters::tma_store_bytes},
     {"dsmem_bytes", &Counters::dsmem_bytes},
     {"tensor_memory_read_bytes", &Counters::tensor_memory_read_bytes},
     {"tensor_memory_write_bytes", &Counters::tensor_memory_write_bytes},
+    {"tensor_memory_operand_bytes", &Counters::tensor_memory_operand_bytes},
+    {"accumulator_read_bytes", &Counters::accumulator_read_bytes},
+    {"accumulator_write_bytes", &Counters::accumulator_write_bytes},
     {"barrier_waits", &Counters::barrier_waits},
     {"barrier_blocks", &Counters::barrier_blocks},
     {"atomics", &Counters::atomics},
     {"", nullptr},
 }};
+
+constexpr std::size_t label_width = 28;
 
 std::string quoted(std::string_view text) {
   constexpr const char* digits = "0123456789abcdef";
@@ -145,13 +151,13 @@ std::string Report::table() const {
     i = end;
   }
   columns.emplace_back("all", total);
-  std::string text = padded("", 27);
+  std::string text = padded("", label_width);
   for (const auto& column : columns) text += padded(column.first, 15);
   text += "\n";
   for (const Field& field : kFields) {
     if (field.member == nullptr || total.*field.member == 0) continue;
     const std::string label(field.name);
-    text += label + std::string(27 - label.size(), ' ');
+    text += label + std::string(label_width - label.size(), ' ');
     for (const auto& column : columns) {
       text += padded(std::to_string(column.second.*field.member), 15);
     }

@@ -276,11 +276,14 @@ class MmaOp : public PipeOp {
      : size == 4 ? c.tensor_flops_tf32
                  : c.tensor_flops_fp8) += flops;
     const u64 a_bytes = u64{shape.m} * 32, d_bytes = u64{shape.m} * shape.n * 4;
+    const bool in_tensor_memory = (flags & flag_tensor_a) != 0;
     c.shared_tensor_read_bytes += u64{shape.n} * 32;
-    ((flags & flag_tensor_a) != 0 ? c.tensor_memory_read_bytes : c.shared_tensor_read_bytes) +=
-        a_bytes;
+    (in_tensor_memory ? c.tensor_memory_operand_bytes : c.shared_tensor_read_bytes) += a_bytes;
+    const u64 read = accumulate ? d_bytes : 0;
+    c.accumulator_read_bytes += read;
+    c.accumulator_write_bytes += d_bytes;
+    c.tensor_memory_read_bytes += read + (in_tensor_memory ? a_bytes : 0);
     c.tensor_memory_write_bytes += d_bytes;
-    if (accumulate) c.tensor_memory_read_bytes += d_bytes;
   }
 
   std::vector<float> a_, b_;

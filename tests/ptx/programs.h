@@ -5,6 +5,7 @@
 //   // expect: words of `out` in order, decimal or 0x..., "N*word" for repeats
 //   // tensor: in order    Schedule::in_order_tensor
 //   // output: what the kernel prints, with \n for line breaks
+//   // counts: counters of the report and what they have to be, "tma_load_bytes 128 ..."
 //   // fault: kind       at least this kind is reported, under every schedule
 // The kernel is test(.param .u64 out); out has 4096 zeroed words.
 #pragma once

@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <sstream>
+
 #include "emulator/emulator.h"
 #include "tests/ptx/kernel_runner.h"
 
@@ -17,6 +19,17 @@ std::string unescaped(std::string text) {
     text.replace(at, 2, "\n");
   }
   return text;
+}
+
+// Pairs of a counter's name and its value, of all warps together.
+void expect_counts(const std::string& pairs, const std::string& report) {
+  std::stringstream stream(pairs);
+  std::string name;
+  for (std::string value; stream >> name >> value;) {
+    const std::size_t at = report.find("\"" + name + "\": ", report.find("\"total\""));
+    ASSERT_NE(at, std::string::npos) << name;
+    EXPECT_EQ(std::stoull(report.substr(at + name.size() + 4)), std::stoull(value)) << name;
+  }
 }
 
 void run(const std::string& ptx, const std::map<std::string, std::string>& header,
@@ -52,6 +65,9 @@ void run(const std::string& ptx, const std::map<std::string, std::string>& heade
   machine.read(words.data(), out, words.size() * 4);
   if (const auto output = header.find("output"); output != header.end()) {
     EXPECT_EQ(report.output, unescaped(output->second));
+  }
+  if (const auto counts = header.find("counts"); counts != header.end()) {
+    expect_counts(counts->second, report.json());
   }
   int shown = 0;
   for (std::size_t i = 0; i < words.size() && shown < 4; ++i) {
