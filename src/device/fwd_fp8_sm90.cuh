@@ -848,7 +848,6 @@ struct Fp8Compute {
     const SharedAddress staging =
         (C.out_apart ? shared_address(plan.apart) : shared_address(plan.q)) +
         static_cast<uint32>(own) * (C.out_apart ? Plan::apart_bytes : Plan::out_bytes);
-    if constexpr (C.out_apart) wait_for_staging();
     stage_rows<C, 16>(staging, output, 0);
     fence_proxy_async_shared();
     __syncwarp();
@@ -882,6 +881,8 @@ struct Fp8Compute {
     if constexpr (!C.out_apart && C.tma_out) {
       named_barrier_sync<Plan::compute_barrier, Plan::consumer_threads>();
     }
+    // All warps, whichever way their rows go: sums lie across them.
+    if constexpr (C.out_apart && C.tma_out) wait_for_staging();
     // Tiles of a packed tensor end where the next sequence begins.
     const int32 last = tile.q_begin + 64 * warpgroup + 16 * warp() + 16;
     if (C.tma_out && (!C.ragged || last <= tile.capacity_q)) {
