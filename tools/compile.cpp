@@ -22,6 +22,9 @@ class CompileCommand : public Command {
         ->capture_default_str();
     app->add_flag("--all", which_.all, "Kernels for every feature, not only for the usual calls");
     app->add_option("--only", which_.only, "Those whose name holds TEXT")->type_name("TEXT");
+    app->add_option("--every", which_.every, "Of these, one of so many: a sample")
+        ->check(CLI::Range(1, 1024))
+        ->type_name("N");
     app->add_option("--threads", which_.threads, "Kernels compiled at a time; 0 is one per core")
         ->check(CLI::Range(0, 1024))
         ->type_name("N");

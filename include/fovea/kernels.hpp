@@ -30,12 +30,13 @@ struct CompileKernels {
   // with the usual head dimensions.
   bool all = false;
   std::string only;  // those whose name holds this text
+  int every = 1;     // of these, one of so many, spread over the list: a sample
   int threads = 0;   // that compile; 0: one per core
 };
 
 // Compiles kernels into the cache and calls done(kernel) for each, one at a time, as they end. Safe
 // beside other processes that do the same. Gives the number of kernels that have a fault. Throws
-// Error for an unknown arch, Unsupported when there is no compiler.
+// Error for an unknown arch and for `every` below 1, Unsupported when there is no compiler.
 int compile_kernels(const CompileKernels& which,
                     const std::function<void(const CompiledKernel&)>& done);
 

@@ -14,6 +14,8 @@ struct Gpu {
   double clock_ghz;
   double tensor_flops;  // products of 16-bit numbers with fp32 sums
   double exponentials;  // ex2 of the special function unit
+  double fma_lanes;     // of fp32 multiply-adds; a packed instruction takes two for each lane
+  double alu_lanes;     // of integers, conversions, minima and maxima
   double warp_instructions;
   double shared_bytes;
   double l2_bytes;

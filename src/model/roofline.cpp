@@ -13,10 +13,15 @@ using core::int64;
 // Of a multiprocessor and cycle: 16 for each lane of a warp's quarter (docs/kernels/fwd_sm100.md).
 constexpr double tensor_memory_bytes = 512.0;
 constexpr double tensor_share = 0.985;
-constexpr double softmax_share = 0.95;
+// Of the shorter of exponentials and other instructions, what does not hide under the longer.
+constexpr double serial_share = 0.8;
+constexpr double softmax_share = 0.97;
 // First and last step of a tile overlap nothing, and its output is written: from the times of
 // sequences of 512 to 2048 keys on an H200.
 constexpr double tile_cycles = 2500.0;
+// A tile that a mask cuts takes the blocks at its edges by a softmax with a maximum: from the times
+// of causal sequences of 4096 to 32768 keys.
+constexpr double edge_cycles = 2400.0;
 
 }  // namespace
 
@@ -33,15 +38,22 @@ StepCycles forward_step(const Gpu& gpu, const ForwardShape& s) {
   const double cells_read = s.score_reads * keys + s.rescales * dv;  // of each row
   return {.tensor = rows * keys * (d + dv) * element / gpu.tensor_flops,
           .exponential = rows * keys * s.special_share / gpu.exponentials,
+          .fma = rows * keys * s.fma_lanes / gpu.fma_lanes,
+          .alu = rows * keys * s.alu_lanes / gpu.alu_lanes,
           .issue = rows * keys / 32 * s.instructions / gpu.warp_instructions,
           .shared = products * operand_bytes / gpu.shared_bytes,
           .copy = key_bytes / gpu.l2_bytes,
           .tensor_memory = rows * cells_read * 4 / tensor_memory_bytes};
 }
 
+double StepCycles::softmax() const {
+  const double others = std::max({fma, alu, issue});
+  const auto [shorter, longer] = std::minmax(exponential, others);
+  return (longer + serial_share * shorter) / softmax_share;
+}
+
 double StepCycles::bound() const {
-  return std::max(
-      {tensor / tensor_share, (exponential + issue) / softmax_share, shared, copy, tensor_memory});
+  return std::max({tensor / tensor_share, softmax(), shared, copy, tensor_memory});
 }
 
 std::string_view StepCycles::binding() const {
@@ -50,7 +62,9 @@ std::string_view StepCycles::binding() const {
   if (most == shared) return "shared memory";
   if (most == copy) return "copies from L2";
   if (most == tensor_memory) return "tensor memory";
-  return exponential >= issue ? "exponentials" : "instruction issue";
+  const double longest = std::max({exponential, fma, alu, issue});
+  if (longest == exponential) return "exponentials";
+  return longest == fma ? "FMA" : longest == alu ? "ALU" : "instruction issue";
 }
 
 double forward_ms(const Gpu& gpu, const ForwardShape& shape, const core::Problem& p) {
@@ -66,10 +80,12 @@ double forward_ms(const Gpu& gpu, const ForwardShape& shape, const core::Problem
     longest = std::max(longest, blocks.end - blocks.begin);
   }
   const double step = forward_step(gpu, shape).bound();
-  const auto total = static_cast<double>(heads) * (static_cast<double>(steps) * step +
-                                                   static_cast<double>(q_tiles) * tile_cycles);
+  const bool is_cut = p.window.left >= 0 || p.window.right >= 0;
+  const double once = tile_cycles + (is_cut ? edge_cycles : 0.0);  // a tile
+  const auto total = static_cast<double>(heads) *
+                     (static_cast<double>(steps) * step + static_cast<double>(q_tiles) * once);
   // Tiles of unequal length pack well when dealt longest first; the last of them shows.
-  const double last = static_cast<double>(longest) * step + tile_cycles;
+  const double last = static_cast<double>(longest) * step + once;
   const double waves = static_cast<double>(core::ceil_div(heads * q_tiles, gpu.sm_count));
   const double balanced = total / gpu.sm_count;
   const bool equal = longest * q_tiles == steps;

@@ -193,10 +193,12 @@ model::ForwardShape shape_of(const FwdConfig& c) {
 
 model::ForwardShape shape_of(const Fwd100Config& c) {
   // Packed multiply-adds and sums, a conversion for two and the exponential are 2.5 instructions a
-  // score, a maximum half of one; a polynomial of degree 3 takes about eight more than the special
-  // function unit, of another one half for each degree. With a maximum scores are read twice. An
-  // online one grows at nearly every step in one of a warp's 32 rows.
+  // score, a maximum half of one. A polynomial takes half a packed instruction for each degree and
+  // one and a half beside, bounds, shift and addition about two of the ALU, and spares the special
+  // function unit's: counted in the machine code (docs/kernels/fwd_sm100.md). With a maximum scores
+  // are read twice. An online one grows at nearly every step in one of a warp's 32 rows.
   const double share = c.polynomial / 16.0;
+  const double degree = c.polynomial_degree;
   const bool guarded = c.softmax == core::SoftmaxPolicy::sum_guard;
   const double maximum = guarded || c.max_with_load ? 0.0 : 0.5;
   return {.rows = core::rows_of(c),
@@ -206,7 +208,9 @@ model::ForwardShape shape_of(const Fwd100Config& c) {
           .head_dim_v = c.head_dim_v,
           .element_bytes = core::size_bytes(c.dtype),
           .special_share = 1.0 - share,
-          .instructions = 2.8 + maximum + (6.5 + 0.5 * c.polynomial_degree) * share,
+          .instructions = 2.8 + maximum + (2.75 + 0.5 * degree) * share,
+          .fma_lanes = 2.0 + (3.0 + degree) * share,
+          .alu_lanes = 0.5 + maximum + 1.75 * share,
           .ctas = core::ctas_of(c),
           .score_reads = guarded ? 1.0 : 2.0,
           .rescales = c.softmax == core::SoftmaxPolicy::online ? 1.0 : 0.0};
@@ -214,7 +218,8 @@ model::ForwardShape shape_of(const Fwd100Config& c) {
 
 std::string describe(const model::StepCycles& step) {
   return text(step.tensor, " cycles of tensor cores, ", step.exponential, " exponentials, ",
-              step.issue, " issue, ", step.shared, " shared memory, ", step.copy, " copies from L2",
+              step.issue, " issue, ", step.fma, " FMA, ", step.alu, " ALU, ", step.shared,
+              " shared memory, ", step.copy, " copies from L2",
               step.tensor_memory > 0.0 ? text(", ", step.tensor_memory, " tensor memory") : "");
 }
 
@@ -228,16 +233,17 @@ std::string techniques(const Fwd100Config& chosen, const model::Gpu& gpu) {
     if (c == chosen) return;
     const model::StepCycles step = model::forward_step(gpu, shape_of(c));
     result += text("but        ", name, ": ", step.bound(), " cycles, bound by ", step.binding(),
-                   " (", describe(step), ")\n");
+                   ", softmax ", step.softmax(), " (", describe(step), ")\n");
   };
   const auto changed = [&](const auto& change) {
     Fwd100Config c = chosen;
     change(c);
     return c;
   };
-  line("every exponential by the special function unit",
-       changed([](Fwd100Config& c) { c.polynomial = 0; }));
-  line("2 of 16 exponentials by polynomial", changed([](Fwd100Config& c) { c.polynomial = 2; }));
+  for (const int32 share : {0, 2, 4, 7}) {
+    line(text(share, " of 16 exponentials by polynomial"),
+         changed([share](Fwd100Config& c) { c.polynomial = share; }));
+  }
   line("no running maximum",
        changed([](Fwd100Config& c) { c.softmax = SoftmaxPolicy::sum_guard; }));
   line("a running maximum, rescaled where it has grown by 2^8",
@@ -406,8 +412,8 @@ std::string explain(const Problem& problem, const Options& options, std::string_
            target.chip.arch, "\nsources    ", target.chip.sources, "\nchosen     ",
            forward_fields(target.chosen), "\nmodel      ",
            model::forward_ms(target.chip, forward_shape(target.chosen), target.problem),
-           " ms, bound by ", step.binding(), "\nstep       ", step.bound(),
-           " cycles: ", describe(step), "\n");
+           " ms, bound by ", step.binding(), "\nstep       ", step.bound(), " cycles, softmax ",
+           step.softmax(), ": ", describe(step), "\n");
   result += std::visit([&](const auto& c) { return techniques(c, target.chip); }, target.chosen);
   constexpr std::size_t shown = 8;
   std::size_t refused = 0;

@@ -266,6 +266,12 @@ int compile_kernels(const CompileKernels& which,
   std::erase_if(variants, [&](const runtime::Variant& variant) {
     return variant.name.find(which.only) == std::string::npos;
   });
+  if (which.every < 1) {
+    throw Error("every is " + std::to_string(which.every) + ", but must be 1 or more");
+  }
+  std::size_t place = 0;
+  const auto every = static_cast<std::size_t>(which.every);
+  std::erase_if(variants, [&](const runtime::Variant&) { return place++ % every != 0; });
   (void)runtime::default_jit().compiler_version();  // throws where there is none, before any thread
 
   std::atomic<std::size_t> next{0};

@@ -52,6 +52,18 @@ TEST(Variants, CompileOnceIntoTheCache) {
   which.only = "no kernel of this name";
   EXPECT_EQ(compile_kernels(which, look), 0);
   EXPECT_EQ(kernels, 2);
+  // Of two kernels the first.
+  which.only = "fwd bf16 d64 full";
+  which.every = 2;
+  EXPECT_EQ(compile_kernels(which,
+                            [&](const CompiledKernel& kernel) {
+                              look(kernel);
+                              EXPECT_EQ(kernel.name, "fwd bf16 d64 full");
+                            }),
+            0);
+  EXPECT_EQ(kernels, 3);
+  which.every = 0;
+  EXPECT_THROW(compile_kernels(which, look), Error);
 }
 
 TEST(Variants, StopsAtWhatTheCallerThrows) {
