@@ -53,7 +53,7 @@ DSCORES = 2 * 128 * 128
 BACKWARD_ROWS = (
     ("tensor FLOP", lambda c: c["tensor_flops_f16"], 0),
     ("exponentials", lambda c: c["mufu_lanes"], 0),
-    ("FMA instructions, lanes", lambda c: c["fma_lanes"], None),
+    ("FMA instructions, lanes", lambda c: c["fma_lanes"], 0),
     ("ALU instructions, lanes", lambda c: c["alu_lanes"], 0),
     ("warp instructions", lambda c: c["warp_instructions"], 0),
     ("shared memory: read by products", lambda c: c["shared_tensor_read_bytes"], 0),

@@ -54,10 +54,11 @@ Step run_saturated(Warp& warp, const Inst& inst) {
 }
 
 Unit unit_of(const Builder& b, Type type) {
-  if (is_float(type)) {
-    return b.text.mnemonic == "min" || b.text.mnemonic == "max" ? Unit::alu : Unit::fma;
-  }
-  return Unit::alu;
+  if (!is_float(type)) return Unit::alu;
+  const std::string_view name = b.text.mnemonic;
+  // Machine code has these as modifiers of the operands of what follows.
+  if (name == "neg" || name == "abs") return Unit::other;
+  return name == "min" || name == "max" ? Unit::alu : Unit::fma;
 }
 
 bool is_half(Type type) {

@@ -297,6 +297,8 @@ constexpr double dscores_bytes = 2.0 * 128 * 128;
 constexpr Ceiling ceilings[] = {
     {"tensor FLOP", [](const Counts& c) { return c.at("tensor_flops_f16"); }, 20971520},
     {"exponentials", [](const Counts& c) { return c.at("mufu_lanes"); }, 16384},
+    {"FMA lanes", [](const Counts& c) { return c.at("fma_lanes"); }, 24832},
+    {"ALU lanes", [](const Counts& c) { return c.at("alu_lanes"); }, 217719},
     {"warp instructions", [](const Counts& c) { return c.at("warp_instructions"); }, 10012},
     {"read by products", [](const Counts& c) { return c.at("shared_tensor_read_bytes"); }, 294912},
     {"written by threads", [](const Counts& c) { return c.at("shared_write_bytes"); }, 98304},
