@@ -68,7 +68,7 @@ constexpr TransposedKernels transposed_kernels(std::integer_sequence<int, row...
 
 // Products a[r] b[r] of four pairs of rows, each summed in the order of multiply_f32(): where a row
 // sees one key alone, delta is dP to the bit, and dS exactly zero.
-HWY_INLINE void dot_four_rows(const float* a, const float* b, int64 stride, int64 count,
+HWY_INLINE void dot_four_rows(const float* const* a, const float* const* b, int64 count,
                               float* products) {
   const hn::CappedTag<float, 1> d1;
   auto sum0 = hn::Zero(d1);
@@ -77,10 +77,10 @@ HWY_INLINE void dot_four_rows(const float* a, const float* b, int64 stride, int6
   auto sum3 = hn::Zero(d1);
   const auto at = [&](const float* row, int64 i) HWY_ATTR { return hn::Set(d1, row[i]); };
   for (int64 i = 0; i < count; ++i) {
-    sum0 = hn::MulAdd(at(a, i), at(b, i), sum0);
-    sum1 = hn::MulAdd(at(a + stride, i), at(b + stride, i), sum1);
-    sum2 = hn::MulAdd(at(a + 2 * stride, i), at(b + 2 * stride, i), sum2);
-    sum3 = hn::MulAdd(at(a + 3 * stride, i), at(b + 3 * stride, i), sum3);
+    sum0 = hn::MulAdd(at(a[0], i), at(b[0], i), sum0);
+    sum1 = hn::MulAdd(at(a[1], i), at(b[1], i), sum1);
+    sum2 = hn::MulAdd(at(a[2], i), at(b[2], i), sum2);
+    sum3 = hn::MulAdd(at(a[3], i), at(b[3], i), sum3);
   }
   products[0] = hn::GetLane(sum0);
   products[1] = hn::GetLane(sum1);
@@ -119,34 +119,20 @@ class BackwardRows {
         rows_(sequence_.length_q * group_),
         first_row_(first_row(problem, sequence_, item.head_kv)) {}
 
-  // The rows of the head that are this item's to prepare and to finish.
-  core::RowBlock share() const { return core::row_block(rows_, config_.splits, item_.split); }
-
+  // All heads of the queries that are this item's to prepare, four queries at a time: heads of one
+  // query often lie side by side.
   void prepare() const {
-    const core::RowBlock own = share();
-    const int64 stride = padded_columns(p_.head_dim_v);
-    float* douts = scratch_.staging;
-    float* outs = douts + 4 * stride;
-    for (int64 begin = own.begin; begin < own.end; begin += 4) {
-      const int64 count = core::min64(4, own.end - begin);
-      for (int64 r = 0; r < count; ++r) {
-        prefetch_query(p_.q, p_.head_dim, begin + r + rows_ahead);
-        prefetch_query(g_.dout, p_.head_dim_v, begin + r + rows_ahead);
-        prefetch_query(p_.out, p_.head_dim_v, begin + r + rows_ahead);
-        load_padded(p_.q, p_.head_dim, begin + r, queries(begin + r));
-        load_padded(g_.dout, p_.head_dim_v, begin + r, douts + r * stride);
-        load_padded(p_.out, p_.head_dim_v, begin + r, outs + r * stride);
-        std::memcpy(this->douts(begin + r), douts + r * stride,
-                    static_cast<std::size_t>(stride) * sizeof(float));
-      }
-      float products[4];
-      dot_four_rows(douts, outs, stride, p_.head_dim_v, products);
-      for (int64 r = 0; r < count; ++r) prepare_row(begin + r, products[r]);
+    const int64 parts = int64{p_.heads_kv} * config_.splits;
+    const core::RowBlock own =
+        core::row_block(sequence_.length_q, parts, item_.head_kv * config_.splits + item_.split);
+    for (int64 query = own.begin; query < own.end; query += 4) {
+      const int64 count = core::min64(4, own.end - query);
+      for (core::int32 head = 0; head < p_.heads_q; ++head) prepare_rows(query, count, head);
     }
   }
 
   void finish() const {
-    const core::RowBlock own = share();
+    const core::RowBlock own = core::row_block(rows_, config_.splits, item_.split);
     float* sum = scratch_.staging;
     const int64 columns = padded_columns(p_.head_dim);
     for (int64 r = own.begin; r < own.end; ++r) {
@@ -173,11 +159,6 @@ class BackwardRows {
     if (row < rows_) prefetch_row(view, offset(view, row), columns);
   }
 
-  void load_padded(const core::View& view, int64 columns, int64 row, float* to) const {
-    load_row(view, offset(view, row), view.stride[3], columns, to);
-    fill_row(to, columns, padded_columns(columns), 0.0f);
-  }
-
   float* queries(int64 row) const {
     return shared_.queries + (first_row_ + row) * shared_.query_stride;
   }
@@ -198,16 +179,65 @@ class BackwardRows {
   const int64 first_row_;
 
  private:
-  void prepare_row(int64 row, float product) const {
-    const core::PackedRow at = packed(row);
-    const auto of_row = [&](const core::View& view) {
-      return static_cast<const float*>(
-          view.data)[view.offset(sequence_.batch_q, at.head, sequence_.row_q + at.query)];
+  // Brings q and dout of up to four queries of a head into fp32 and finds lse and delta.
+  void prepare_rows(int64 first_query, int64 count, core::int32 head) const {
+    const int64 columns_v = padded_columns(p_.head_dim_v);
+    const int64 row =
+        first_row(p_, sequence_, head / group_) + first_query * group_ + head % group_;
+    const float* douts[4];
+    const float* outs[4];
+    for (int64 i = 0; i < 4; ++i) {
+      const int64 loaded = core::min64(i, count - 1);
+      float* out = scratch_.staging + loaded * columns_v;
+      float* dout = shared_.douts + (row + loaded * group_) * shared_.dout_stride;
+      outs[i] = out;
+      douts[i] = dout;
+      if (loaded < i) continue;
+      const int64 query = first_query + i;
+      load_padded(p_.q, p_.head_dim, query, head,
+                  shared_.queries + (row + i * group_) * shared_.query_stride);
+      load_padded(g_.dout, p_.head_dim_v, query, head, dout);
+      load_padded(p_.out, p_.head_dim_v, query, head, out);
+    }
+    float products[4];
+    dot_four_rows(douts, outs, p_.head_dim_v, products);
+    for (int64 i = 0; i < count; ++i) {
+      const auto of_row = [&](const core::View& view) {
+        return static_cast<const float*>(
+            view.data)[view.offset(sequence_.batch_q, head, sequence_.row_q + first_query + i)];
+      };
+      const float lse = of_row(p_.lse);
+      const bool has_gradient = g_.dlse && lse != -core::infinity;
+      shared_.lse[row + i * group_] = lse;
+      shared_.delta[row + i * group_] = has_gradient ? products[i] - of_row(g_.dlse) : products[i];
+    }
+  }
+
+  // Loads a row and asks for that of the head's next four queries.
+  void load_padded(const core::View& view, int64 columns, int64 query, core::int32 head,
+                   float* to) const {
+    const auto at = [&](int64 of_query) {
+      return view.offset(sequence_.batch_q, sequence_.row_q + of_query, head);
     };
-    const float lse = of_row(p_.lse);
-    const bool has_gradient = g_.dlse && lse != -core::infinity;
-    shared_.lse[first_row_ + row] = lse;
-    shared_.delta[first_row_ + row] = has_gradient ? product - of_row(g_.dlse) : product;
+    if (query + 4 < sequence_.length_q) prefetch_row(view, at(query + 4), columns);
+    load_row(view, at(query), view.stride[3], columns, to);
+    fill_row(to, columns, padded_columns(columns), 0.0f);
+  }
+};
+
+// Rows of floats to be asked for, a share before each call of a product's kernel: the exponentials
+// are too short a time to ask for all, and products then still waited for them.
+struct RowsAhead {
+  const float* from = nullptr;
+  int64 stride = 0;
+  int64 columns = 0;
+  int64 rows = 0;
+
+  void ask(int64 call, int64 calls) const {
+    const core::RowBlock share = core::row_block(rows, calls, call);
+    for (int64 r = share.begin; r < share.end; ++r) {
+      for (int64 i = 0; i < columns; i += 16) __builtin_prefetch(from + r * stride + i, 0, 2);
+    }
   }
 };
 
@@ -219,6 +249,7 @@ class BackwardBlocks : BackwardRows {
                  const BackwardScratch& scratch, const BackwardShared& shared)
       : BackwardRows(problem, gradients, config, item, scratch, shared),
         modifies_(modifies_scores(problem)),
+        plain_(!modifies_ && problem.dropout.probability == 0.0f && !shared.dbias),
         scale_log2_((modifies_ ? 1.0f : problem.softmax_scale) * core::log2_e) {}
 
   void run() {
@@ -286,43 +317,30 @@ class BackwardBlocks : BackwardRows {
     if (!any_visible_) return;
     const float* q = queries(strip_.begin);
     const float* dout = douts(strip_.begin);
+    const int64 rows = strip_.end - strip_.begin;
+    const RowsAhead dq{dq_row(item_.split, strip_.begin), shared_.dq_stride, columns(), rows};
     multiply_scores(q, shared_.query_stride, p_.head_dim, scratch_.transposed_keys,
-                    scratch_.weights);
+                    scratch_.weights, dq);
     multiply_scores(dout, shared_.dout_stride, p_.head_dim_v, scratch_.transposed_values,
-                    scratch_.dscores);
+                    scratch_.dscores, {});
     for (int64 b = 0; b < row_blocks(); ++b) {
-      const core::RowBlock rows = scratch_.visible[b].rows;
-      for (int64 r = rows.begin; r < rows.end; ++r) {
-        ask_ahead(r);
-        find_score_gradients(r, scratch_.visible[b]);
-      }
+      const core::RowBlock block = scratch_.visible[b].rows;
+      for (int64 r = block.begin; r < block.end; ++r) find_gradients(r, scratch_.visible[b]);
     }
     // A weight of zero must not meet an infinity or NaN that its row or key does not see.
     if (hides_ && (nonfinite_keys_ || nonfinite_rows())) {
       add_selectively();
       return;
     }
+    const int64 next = strip_.end < rows_ ? strip_.end : 0;
+    const int64 next_count = core::min64(config_.strip_q, rows_ - next);
     multiply_transposed_by(scratch_.weights, dout, shared_.dout_stride, columns_v(),
-                           scratch_.dvalues, scratch_.dvalue_stride);
+                           scratch_.dvalues, scratch_.dvalue_stride,
+                           {queries(next), shared_.query_stride, columns(), next_count});
     multiply_transposed_by(scratch_.dscores, q, shared_.query_stride, columns(), scratch_.dkeys,
-                           scratch_.dkey_stride);
+                           scratch_.dkey_stride,
+                           {douts(next), shared_.dout_stride, columns_v(), next_count});
     multiply_keys();
-  }
-
-  // Asks for what is met after this row's exponentials: its sums of dq, and the row of the next
-  // strip in its place.
-  void ask_ahead(int64 row) const {
-    ask<2>(dq_row(item_.split, row), columns());
-    const int64 next = row - strip_.begin + (strip_.end < rows_ ? strip_.end : 0);
-    if (next >= rows_) return;
-    ask<2>(queries(next), columns());
-    ask<2>(douts(next), columns_v());
-  }
-
-  // locality 2: into the second-level cache; 3: into the first.
-  template <int locality>
-  static void ask(const float* from, int64 count) {
-    for (int64 i = 0; i < count; i += 16) __builtin_prefetch(from + i, 0, locality);
   }
 
   // Fills scratch.visible with each row block's keys; true if any row does not see all.
@@ -353,10 +371,12 @@ class BackwardBlocks : BackwardRows {
   }
 
   // C = A B for the row blocks and panels of keys that see each other.
-  void multiply_scores(const float* a, int64 a_stride, int64 depth, const float* panels,
-                       float* c) const {
+  void multiply_scores(const float* a, int64 a_stride, int64 depth, const float* panels, float* c,
+                       const RowsAhead& ahead) const {
+    const int64 calls = core::ceil_div(count_, panel_width) * row_blocks();
     for (int64 key = 0; key < count_; key += panel_width) {
       for (int64 b = 0; b < row_blocks(); ++b) {
+        ahead.ask(key / panel_width * row_blocks() + b, calls);
         const core::KeyRange seen = scratch_.visible[b].keys;
         if (seen.begin >= key + panel_width || seen.end <= key) continue;
         const core::RowBlock rows = scratch_.visible[b].rows;
@@ -370,6 +390,34 @@ class BackwardBlocks : BackwardRows {
                                           .c_stride = scratch_.score_stride,
                                           .accumulate = false});
       }
+    }
+  }
+
+  void find_gradients(int64 row, const VisibleKeys& visible) const {
+    const bool whole = visible.full && visible.keys.end == count_;
+    if (plain_ && whole && shared_.lse[first_row_ + row] != -core::infinity) {
+      find_plain_gradients(row);
+    } else {
+      find_score_gradients(row, visible);
+    }
+  }
+
+  // Row S, dP -> P, dS where there are whole vectors of keys, and nothing to hide, drop or bend. A
+  // score of -infinity has a weight of zero, and a gradient of zero whatever dP is.
+  void find_plain_gradients(int64 row) const {
+    const FloatTag d;
+    float* HWY_RESTRICT p = weights(row);
+    float* HWY_RESTRICT ds = dscores(row);
+    const FloatVec hidden = hn::Set(d, -core::infinity);
+    const FloatVec unit = hn::Set(d, scale_log2_);
+    const FloatVec reference = hn::Set(d, shared_.lse[first_row_ + row] * core::log2_e);
+    const FloatVec delta = hn::Set(d, shared_.delta[first_row_ + row]);
+    for (int64 i = 0; i < count_; i += lanes) {
+      const FloatVec score = hn::Load(d, p + i);
+      const FloatVec weight = exp2_vector<exp2_degree>(hn::MulSub(score, unit, reference));
+      const FloatVec dscore = hn::Mul(weight, hn::Sub(hn::Load(d, ds + i), delta));
+      hn::Store(weight, d, p + i);
+      hn::Store(hn::IfThenZeroElse(hn::Eq(score, hidden), dscore), d, ds + i);
     }
   }
 
@@ -479,13 +527,15 @@ class BackwardBlocks : BackwardRows {
 
   // C[keys x columns] += A^T B, A the weights or the gradients of the scores.
   void multiply_transposed_by(const float* a, const float* b, int64 b_stride, int64 b_columns,
-                              float* c, int64 c_stride) const {
+                              float* c, int64 c_stride, const RowsAhead& ahead) const {
     static constexpr auto kernels =
         transposed_kernels(std::make_integer_sequence<int, kernel_rows>());
     const int64 key_blocks = core::ceil_div(count_, kernel_rows);
+    const int64 calls = core::ceil_div(b_columns, panel_width) * key_blocks;
     for (int64 column = 0; column < b_columns; column += panel_width) {
       const int64 vectors = core::min64(panel_width, b_columns - column) / lanes;
       for (int64 block = 0; block < key_blocks; ++block) {
+        ahead.ask(column / panel_width * key_blocks + block, calls);
         const core::RowBlock keys = core::row_block(count_, key_blocks, block);
         const core::RowBlock rows = rows_that_see(keys.begin, keys.end);
         if (rows.begin >= rows.end) continue;
@@ -511,7 +561,8 @@ class BackwardBlocks : BackwardRows {
         if (seen.empty()) continue;
         const core::RowBlock rows = scratch_.visible[b].rows;
         for (int64 r = rows.begin; r < rows.end; ++r) {
-          ask<3>(dq_row(item_.split, r) + column, width);
+          const float* dq = dq_row(item_.split, r) + column;
+          for (int64 i = 0; i < width; i += 16) __builtin_prefetch(dq + i, 0, 3);
         }
         Float32Products::multiply<false>(
             rows.end - rows.begin, width / lanes,
@@ -555,6 +606,7 @@ class BackwardBlocks : BackwardRows {
   }
 
   const bool modifies_;
+  const bool plain_;  // scores are taken as they are, and so are weights
   const float scale_log2_;
   int64 first_key_ = 0;  // of the block
   int64 count_ = 0;      // keys in the block

@@ -98,7 +98,7 @@ std::size_t layout_scratch(const core::Problem& problem, const BackwardConfig& c
   scratch.dvalues = floats(keys * scratch.dvalue_stride);
   scratch.slopes = floats(keys);
   scratch.kept = floats(keys);
-  scratch.staging = floats(core::max64(4 * columns, 8 * columns_v));
+  scratch.staging = floats(4 * core::max64(columns, columns_v));
   return offset;
 }
 

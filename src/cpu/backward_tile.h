@@ -62,7 +62,8 @@ struct BackwardScratch {
 std::size_t layout_scratch(const core::Problem& problem, const BackwardConfig& config,
                            std::byte* base, BackwardScratch& scratch);
 
-// An item's share of the rows of its head: lse and delta, before any item is taken.
+// An item's share of the queries of its sequence, all heads: q and dout in fp32, lse and delta,
+// before any item is taken.
 void prepare_rows(const core::Problem& problem, const core::Gradients& gradients,
                   const BackwardConfig& config, const BackwardItem& item,
                   const BackwardScratch& scratch, const BackwardShared& shared);
