@@ -55,14 +55,15 @@ struct FwdConfig {
   DType bias_dtype = DType::f32;
   bool has_mask = false;
   bool has_dropout = false;
-  bool tma_out = true;      // out has out_dtype == dtype and strides that the copy engine takes
-  bool out_apart = true;    // out is staged in memory of its own, not in that of q
-  bool out_direct = false;  // out is not staged: threads store it, 16 bytes at a time
-  bool persistent = true;   // CTAs take tile after tile
-  bool ping_pong = true;    // warpgroups take turns at issuing products
-  bool overlap = true;      // scores of a tile and weights x values of the one before in flight
-  int32 promote = 0;        // fp8: key tiles summed by the tensor cores alone (core/fp8.h); 0: all
-  bool trace = false;       // one CTA writes a timeline
+  bool tma_out = true;          // out has out_dtype == dtype and strides that the copy engine takes
+  bool out_apart = true;        // out is staged in memory of its own, not in that of q
+  bool out_direct = false;      // out is not staged: threads store it, 16 bytes at a time
+  bool persistent = true;       // CTAs take tile after tile
+  bool ping_pong = true;        // warpgroups take turns at issuing products
+  bool overlap = true;          // scores of a tile and weights x values of the one before in flight
+  bool q_in_registers = false;  // q is read from shared memory once a tile, not once a block
+  int32 promote = 0;   // fp8: key tiles summed by the tensor cores alone (core/fp8.h); 0: all
+  bool trace = false;  // one CTA writes a timeline
   bool operator==(const FwdConfig&) const = default;
 };
 
@@ -125,9 +126,10 @@ constexpr int32 consumer_registers(const FwdConfig& c) {
   return c.source == Source::gather ? 224 : c.source == Source::paged ? 232 : 240;
 }
 
-// Registers of a computing thread that hold a tile: scores, weights, output.
+// Registers of a computing thread that hold a tile: scores, weights, output, q.
 constexpr int32 tile_registers(const FwdConfig& c) {
-  return c.tile_k / 2 + c.tile_k / 4 + c.head_dim_v / 2;
+  const int32 q = c.q_in_registers ? c.head_dim / 4 : 0;
+  return c.tile_k / 2 + c.tile_k / 4 + c.head_dim_v / 2 + q;
 }
 
 // A tensor of 16-bit elements as threads read it.

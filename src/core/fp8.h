@@ -306,9 +306,4 @@ constexpr int32 fp8_shared_bytes(const FwdConfig& c) {
   return q + c.stages * step + (out > sums ? out : sums) + scales + 2048;
 }
 
-// Registers of a computing thread that hold a tile: scores, 8-bit weights, output.
-constexpr int32 fp8_tile_registers(const FwdConfig& c) {
-  return c.tile_k / 2 + c.tile_k / 8 + c.head_dim_v / 2;
-}
-
 }  // namespace fovea::core

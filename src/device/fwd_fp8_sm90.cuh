@@ -27,6 +27,7 @@
 #include "core/fp8.h"
 #include "device/fwd_fragments_sm90.h"
 #include "device/fwd_load_fp8_sm90.h"
+#include "device/fwd_sight.h"
 #include "device/fwd_tiles.h"
 #include "device/pipeline.h"
 #include "device/scores.h"
@@ -66,20 +67,25 @@ struct Fp8Compute {
   // Raw scores that stand for zero; transforms take it out.
   static constexpr bool shifted = integers && C.transform == ScoreTransform::none;
   static constexpr float zero_score = core::integer_offset;
-  float scores[score_count];                   // [64 x tile_k]: raw, then weights
-  int32 products[integers ? score_count : 1];  // raw, while products are in flight
-  uint32 weights[C.tile_k / 32][4];            // the same as operand A, 8 bits each
-  float output[output_count];                  // [64 x head_dim_v], since the last promotion
-  float reference[2];                          // per half: of t + log2 of v's scale
-  float sum[2];                                // this thread's share
+  static constexpr int32 q_steps = C.head_dim / 32;
+  uint32 query[C.q_in_registers ? q_steps : 1][4];  // operand A of the scores, where it is held
+  float scores[score_count];                        // [64 x tile_k]: raw, then weights
+  int32 products[integers ? score_count : 1];       // raw, while products are in flight
+  uint32 weights[C.tile_k / 32][4];                 // the same as operand A, 8 bits each
+  float output[output_count];                       // [64 x head_dim_v], since the last promotion
+  float reference[2];                               // per half: of t + log2 of v's scale
+  float sum[2];                                     // this thread's share
   float row_scale;  // of this warp's q, and softmax_scale log2(e) unless transformed
   // Sums in fp32, of what was in output before the last promotion.
   static constexpr bool sums_here = core::fp8_sums_in_registers(C);
   static constexpr bool sums_apart = C.promote > 0 && !sums_here;
   float total[sums_here ? output_count : 1];
-  float sum_factor[2];  // what the sums in shared memory have to shrink by
-  int32 until;          // key tiles that output still sums before it is promoted
-  bool promoted;        // the sums in shared memory hold something
+  // What the sums in shared memory have to shrink by, where that is often. Else they shrink there:
+  // registers are dearer.
+  static constexpr bool remembers_factor = sums_apart && C.softmax == SoftmaxPolicy::online;
+  float sum_factor[2];
+  int32 until;    // key tiles that output still sums before it is promoted
+  bool promoted;  // the sums in shared memory hold something
 
   __forceinline__ int32 warp() const { return warp_index() % 4; }
   __forceinline__ int32 first_row() const {
@@ -107,6 +113,23 @@ struct Fp8Compute {
     v_is_full = plan.v_ring.is_full(v_state);
   }
 
+  // This warp's 16 rows of columns d to d + 32, as operand A.
+  __forceinline__ void load_q(uint32 (&a)[4], int32 lane, int32 d) const {
+    const int32 row = 64 * warpgroup + 16 * warp() + StoreMatrixX4::row(lane);
+    load_matrix_x4(a, shared_address(plan.q) + panel_offset(Plan::swizzle_qk, Plan::rows, row,
+                                                            d + 2 * StoreMatrixX4::col(lane)));
+  }
+
+  // Into registers, once a tile. The next tile's q may come when all lanes have theirs.
+  __forceinline__ void hold_q() {
+#pragma unroll
+    for (int32 step = 0; step < q_steps; ++step) load_q(query[step], lane_index(), 32 * step);
+#pragma unroll
+    for (int32 step = 0; step < q_steps; ++step) wgmma_hold(query[step]);
+    __syncwarp();
+    if constexpr (!q_stays) release_q();
+  }
+
   __forceinline__ void issue_scores() {
     if (!exponentials_bind || !k_is_full) plan.k_ring.wait_full(k_state);
     constexpr uint32 pattern = Plan::pattern_qk;
@@ -125,9 +148,14 @@ struct Fp8Compute {
     for (int32 column = 0; column < C.head_dim; column += 32) {
       const uint32 panel = column / pattern;
       const uint32 inside = column % pattern;
-      fwd_scores(
-          products_of_codes(), descriptor_advance(q_tile, panel * Plan::rows * pattern + inside),
-          descriptor_advance(k_tile, panel * C.tile_k * pattern + inside), integers || column > 0);
+      const uint64 k_step = descriptor_advance(k_tile, panel * C.tile_k * pattern + inside);
+      if constexpr (C.q_in_registers) {
+        fwd_scores(products_of_codes(), query[column / 32], k_step, integers || column > 0);
+      } else {
+        fwd_scores(products_of_codes(),
+                   descriptor_advance(q_tile, panel * Plan::rows * pattern + inside), k_step,
+                   integers || column > 0);
+      }
     }
     wgmma_commit();
   }
@@ -200,12 +228,6 @@ struct Fp8Compute {
     return shifted ? fmaf(-zero_score, by, add) : add;
   }
 
-  // A power of two, up to 1 and above 4 `by`: what references are multiples of.
-  static __forceinline__ float fineness(float by) {
-    const float kept = fminf(fmaxf(by, 0x1p-20f), 0x1p-3f);
-    return 8.0f * __uint_as_float(__float_as_uint(kept) & 0x7f800000u);
-  }
-
   // What a score is multiplied by: log2 units per product of codes, 1 behind a transform.
   __forceinline__ float scale(const KeyScale& key) const {
     if constexpr (C.transform != ScoreTransform::none) return 1.0f;
@@ -228,67 +250,25 @@ struct Fp8Compute {
     }
   }
 
-  // The columns of a block that this warp's rows see: each row at least [all_begin, all_end), and
-  // none anything outside [any_begin, any_end). Of this thread's rows, those of hide_unseen().
-  struct Sight {
-    int32 any_begin, all_begin, all_end, any_end;
-    int32 begin[2], end[2];
-
-    __forceinline__ bool sees(int32 group) const {
-      return group * scale_block < any_end && (group + 1) * scale_block > any_begin;
-    }
-    __forceinline__ bool sees_all(int32 group) const {
-      return group * scale_block >= all_begin && (group + 1) * scale_block <= all_end;
-    }
-  };
-
-  __forceinline__ Sight sight(const FwdTile& tile, int32 block) const {
-    const int32 origin = block * C.tile_k;
-    const int32 shift = tile.length_k - tile.length_q;
-    const int32 warp_row = tile.q_begin + 64 * warpgroup + 16 * warp();
-    const auto begin_of = [&](int32 row) {
-      return (C.bound_left ? max(0, row + shift - params.window_left) : 0) - origin;
-    };
-    const auto end_of = [&](int32 row) {
-      return (C.bound_right ? min(tile.length_k, row + shift + params.window_right + 1)
-                            : tile.length_k) -
-             origin;
-    };
-    Sight s{begin_of(warp_row), begin_of(warp_row + 15), end_of(warp_row), end_of(warp_row + 15)};
-#pragma unroll
-    for (int32 half = 0; half < 2; ++half) {
-      const int32 row = warp_row + lane_index() / 4 + 8 * half;
-      s.begin[half] = begin_of(row) - 2 * (lane_index() % 4);
-      s.end[half] = end_of(row) - 2 * (lane_index() % 4);
-    }
-    return s;
+  __forceinline__ Sight<C> sight(const FwdTile& tile, int32 block) const {
+    return find_sight<C>(tile, params, tile.q_begin + 64 * warpgroup + 16 * warp(), block);
   }
 
   // -- Softmax. Weights are 2^(t - m + top), and what is summed and compared is weights.
 
   static __forceinline__ bool far(float m) { return !(fabsf(m) < 2048.0f); }
 
-  __forceinline__ void hide_unseen(int32 group, const Sight& sight) {
-#pragma unroll
-    for (int32 i = group * group_count; i < (group + 1) * group_count; ++i) {
-      const int32 half = (i / 2) % 2;
-      const int32 column = 8 * (i / 4) + i % 2;
-      const bool seen = (!C.bound_left || column >= sight.begin[half]) && column < sight.end[half];
-      if (!seen) scores[i] = -infinity;
-    }
-  }
-
   // Weights with the tile's true maximum known first. Gives the factors by which what was summed
   // before must shrink. Of a masked block a warp passes over the 32 keys that none of its rows
   // see, and compares positions in those that only some see.
   template <bool masked, bool skips = false>
-  __forceinline__ void exponentiate_exact(float (&factor)[2], const Sight& sight) {
+  __forceinline__ void exponentiate_exact(float (&factor)[2], const Sight<C>& sight) {
     float top[2] = {-infinity, -infinity};
     float widest = 0.0f;  // factor
 #pragma unroll
     for (int32 g = 0; g < Plan::groups; ++g) {
       if (skips && !sight.sees(g)) continue;
-      if (masked && !sight.sees_all(g)) hide_unseen(g, sight);
+      if (masked && !sight.sees_all(g)) sight.hide_unseen(scores, g);
       const KeyScale key = key_scale(g);
       float largest[2] = {-infinity, -infinity};
 #pragma unroll
@@ -408,8 +388,23 @@ struct Fp8Compute {
 #pragma unroll
       for (int32 i = 0; i < output_count; ++i) total[i] *= factor[(i / 2) % 2];
     }
-    sum_factor[0] *= factor[0];
-    sum_factor[1] *= factor[1];
+    if constexpr (remembers_factor) {
+      sum_factor[0] *= factor[0];
+      sum_factor[1] *= factor[1];
+    } else if constexpr (sums_apart) {
+      if (promoted) scale_sums(factor);
+    }
+  }
+
+  __forceinline__ void scale_sums(const float (&factor)[2]) {
+#pragma unroll 4
+    for (int32 i = 0; i < output_count; i += 4) {
+      const uint4 bits = load_shared_x4(sums(i / 4));
+      store_shared_x4(sums(i / 4), {__float_as_uint(__uint_as_float(bits.x) * factor[0]),
+                                    __float_as_uint(__uint_as_float(bits.y) * factor[0]),
+                                    __float_as_uint(__uint_as_float(bits.z) * factor[1]),
+                                    __float_as_uint(__uint_as_float(bits.w) * factor[1])});
+    }
   }
 
   __forceinline__ void count(int32 which, bool happened) {
@@ -418,11 +413,18 @@ struct Fp8Compute {
     }
   }
 
-  // Two codes as two fp16 numbers.
-  static __forceinline__ uint32 unpack(uint32 codes) {
-    if constexpr (integers) return unpack_s8x2(static_cast<uint16>(codes));
-    return C.dtype == DType::e4m3 ? unpack_e4m3x2(static_cast<uint16>(codes))
-                                  : unpack_e5m2x2(static_cast<uint16>(codes));
+  // As load_q(). Selects, since registers have no index.
+  __forceinline__ void find_q(uint32 (&a)[4], int32 lane, int32 d) const {
+    if constexpr (C.q_in_registers) {
+#pragma unroll
+      for (int32 r = 0; r < 4; ++r) {
+        a[r] = query[0][r];
+#pragma unroll
+        for (int32 step = 1; step < q_steps; ++step) a[r] = d == 32 * step ? query[step][r] : a[r];
+      }
+    } else {
+      load_q(a, lane, d);
+    }
   }
 
   // The scores of an unmasked tile again, this warp's 16 rows, by mma and from global memory: the
@@ -438,18 +440,17 @@ struct Fp8Compute {
                         tile.batch_k * params.k_rows.stride[0] +
                         tile.head_kv * params.k_rows.stride[2] +
                         (tile.row_k + block * C.tile_k + lane / 4) * stride + 4 * (lane % 4);
-    const int32 row = 64 * warpgroup + 16 * warp() + StoreMatrixX4::row(lane);
 #pragma unroll 1
     for (int32 d = 0; d < C.head_dim; d += 32) {
       uint32 a[4];
-      load_matrix_x4(a, shared_address(plan.q) + panel_offset(Plan::swizzle_qk, Plan::rows, row,
-                                                              d + 2 * StoreMatrixX4::col(lane)));
+      find_q(a, lane, d);
 #pragma unroll 1
       for (int32 half = 0; half < 2; ++half) {
         // Four codes of a row as two pairs: which of the 16 columns a pair is does not matter, as
         // long as it is the same for both operands.
-        const uint32 wide[4] = {unpack(a[0] & 0xffffu), unpack(a[1] & 0xffffu), unpack(a[0] >> 16),
-                                unpack(a[1] >> 16)};
+        const uint32 wide[4] = {
+            unpack_codes<C.dtype>(a[0] & 0xffffu), unpack_codes<C.dtype>(a[1] & 0xffffu),
+            unpack_codes<C.dtype>(a[0] >> 16), unpack_codes<C.dtype>(a[1] >> 16)};
         a[0] = a[2];
         a[1] = a[3];
         const uint8* key = keys + d + 16 * half;
@@ -459,7 +460,7 @@ struct Fp8Compute {
           asm volatile("" : "+l"(key)::"memory");
           const uint32 codes = *reinterpret_cast<const uint32*>(key);
           mma_f16(scores[4 * n], scores[4 * n + 1], scores[4 * n + 2], scores[4 * n + 3], wide,
-                  unpack(codes & 0xffffu), unpack(codes >> 16));
+                  unpack_codes<C.dtype>(codes & 0xffffu), unpack_codes<C.dtype>(codes >> 16));
         }
       }
     }
@@ -559,27 +560,24 @@ struct Fp8Compute {
         total[i] += output[i];
         output[i] = 0.0f;
       }
-      return;
-    }
-    if (promoted) add_sums();
-    promoted = true;
+    } else {
+      if (promoted) add_sums();
+      promoted = true;
 #pragma unroll
-    for (int32 i = 0; i < output_count; i += 4) {
-      store_shared_x4(sums(i / 4),
-                      {__float_as_uint(output[i]), __float_as_uint(output[i + 1]),
-                       __float_as_uint(output[i + 2]), __float_as_uint(output[i + 3])});
-      output[i] = output[i + 1] = output[i + 2] = output[i + 3] = 0.0f;
+      for (int32 i = 0; i < output_count; i += 4) {
+        store_shared_x4(sums(i / 4),
+                        {__float_as_uint(output[i]), __float_as_uint(output[i + 1]),
+                         __float_as_uint(output[i + 2]), __float_as_uint(output[i + 3])});
+        output[i] = output[i + 1] = output[i + 2] = output[i + 3] = 0.0f;
+      }
+      sum_factor[0] = sum_factor[1] = 1.0f;
     }
-    sum_factor[0] = sum_factor[1] = 1.0f;
+    wgmma_hold(output);  // zeros in registers now, not behind the next product's fence
   }
 
+  __forceinline__ bool is_due() const { return C.promote > 0 && until == 0; }
   __forceinline__ void promote_if_due() {
-    if constexpr (C.promote > 0) {
-      if (until == 0) {
-        promote();
-        wgmma_hold(output);  // zeros in registers now, not behind the next product's fence
-      }
-    }
+    if (is_due()) promote();
   }
 
   // -- Values that no row sees: 0 x NaN is NaN, so they are cleared before the product.
@@ -654,6 +652,7 @@ struct Fp8Compute {
   // The first block: its scores alone.
   __forceinline__ void begin(const FwdTile& tile, const KeySpan& own, int32 block) {
     plan.q_ring.wait_full(q_state);
+    if constexpr (C.q_in_registers) hold_q();
     take_turn();
     k_is_full = false;
     issue_scores();
@@ -687,7 +686,7 @@ struct Fp8Compute {
   static constexpr bool q_stays = !C.out_apart && C.tma_out;  // until out has been staged there
   // The next tile's q comes while this one's last weights are multiplied.
   __forceinline__ void release_q_early() {
-    if constexpr (!q_stays) release_q();
+    if constexpr (!q_stays && !C.q_in_registers) release_q();
   }
 
   __forceinline__ void settle_output() {
@@ -704,9 +703,14 @@ struct Fp8Compute {
     if constexpr (C.overlap) {
       issue_scores();
       if constexpr (exponentials_bind && guarded) load_scales();
-      promote_if_due();
+      // The sums' way through memory lies under the products of who has the turn next.
+      const bool due = is_due();
+      if (due) {
+        pass_turn();
+        promote();
+      }
       issue_output();
-      pass_turn();
+      if (!due) pass_turn();
       wgmma_wait<1>();
     } else {
       promote_if_due();

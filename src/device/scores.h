@@ -42,6 +42,20 @@ __forceinline__ float2 unpack(uint32 packed) {
   }
 }
 
+// Two codes of 8 bits as two fp16 numbers.
+template <DType dtype>
+__forceinline__ uint32 unpack_codes(uint32 codes) {
+  const uint16 pair = static_cast<uint16>(codes);
+  if constexpr (dtype == DType::s8) return unpack_s8x2(pair);
+  return dtype == DType::e4m3 ? unpack_e4m3x2(pair) : unpack_e5m2x2(pair);
+}
+
+// A power of two, up to 1 and above 4 `by`: references of shifted integers are its multiples.
+__forceinline__ float fineness(float by) {
+  const float kept = fminf(fmaxf(by, 0x1p-20f), 0x1p-3f);
+  return 8.0f * __uint_as_float(__float_as_uint(kept) & 0x7f800000u);
+}
+
 // One number of a tensor in memory.
 template <DType dtype>
 __forceinline__ float load_float(const void* data, int64 index) {

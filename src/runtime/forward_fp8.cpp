@@ -143,6 +143,10 @@ FwdConfig choose_forward_fp8_sm90(const Problem& p, core::SoftmaxPolicy softmax,
   } else {
     c.tile_k = 96;
   }
+  // With q in registers products read keys alone from shared memory. Integers gain nothing by it.
+  const bool room_for_q =
+      widest <= 64 ? promote_keys == 0 : widest > 128 && promote_keys > 0 && c.tma_out;
+  c.q_in_registers = plain && codes != DType::s8 && room_for_q;
   c.promote = promote_keys > 0 ? 1 : 0;  // decides how much memory there is for keys
   while (core::fp8_shared_bytes(c) > core::shared_limit_bytes && c.tile_k > 32) {
     if (c.promote == 0 && c.out_apart && c.head_dim >= 2 * c.head_dim_v) {
@@ -163,14 +167,17 @@ std::string text_of(const FwdConfig& config) {
   KernelSource source;
   source.name = "forward_sm90_" + operand_name(config.dtype, config.head_dim, config.head_dim_v);
   source.include = "device/fwd_fp8_sm90.cuh";
-  source.instructions = {
-      wgmma_text({.n = config.tile_k, .a = config.dtype, .b = config.dtype}, "fwd_scores"),
-      // Weights are e4m3 whatever the values are.
-      wgmma_text({.n = config.head_dim_v,
-                  .a = DType::e4m3,
-                  .b = core::value_type(config.dtype),
-                  .a_in_registers = true},
-                 "fwd_output")};
+  source.instructions = {wgmma_text({.n = config.tile_k,
+                                     .a = config.dtype,
+                                     .b = config.dtype,
+                                     .a_in_registers = config.q_in_registers},
+                                    "fwd_scores"),
+                         // Weights are e4m3 whatever the values are.
+                         wgmma_text({.n = config.head_dim_v,
+                                     .a = DType::e4m3,
+                                     .b = core::value_type(config.dtype),
+                                     .a_in_registers = true},
+                                    "fwd_output")};
   source.call = "fovea::device::fwd_fp8<" + forward_expression(config) + ">";
   source.params = "fovea::core::FwdFp8Params";
   source.threads = core::threads_of(config);

@@ -41,7 +41,7 @@ struct Field {
   }
 };
 
-constexpr std::array<Field<FwdConfig>, 9> fields_of(const FwdConfig*) {
+constexpr std::array<Field<FwdConfig>, 10> fields_of(const FwdConfig*) {
   return {{{"warpgroups", &FwdConfig::warpgroups},
            {"tile_k", &FwdConfig::tile_k},
            {"stages", &FwdConfig::stages},
@@ -50,7 +50,8 @@ constexpr std::array<Field<FwdConfig>, 9> fields_of(const FwdConfig*) {
            {"persistent", nullptr, &FwdConfig::persistent, 0, 1},
            {"tail", nullptr, &FwdConfig::tail, 0, 1},
            {"ping_pong", nullptr, &FwdConfig::ping_pong, 0, 1},
-           {"overlap", nullptr, &FwdConfig::overlap, 0, 1}}};
+           {"overlap", nullptr, &FwdConfig::overlap, 0, 1},
+           {"q_in_registers", nullptr, &FwdConfig::q_in_registers, 0, 1}}};
 }
 
 constexpr std::array<Field<Fwd100Config>, 9> fields_of(const Fwd100Config*) {

@@ -1,6 +1,7 @@
 #include "runtime/fp8_program.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "runtime/devices.h"
 #include "runtime/eight_bits.h"
@@ -177,11 +178,13 @@ class Fp8Program final : public GpuProgram {
   std::size_t scratch_bytes_;
 };
 
-// The configuration, and those with narrower tiles where the kernel has them.
+// The configuration, and those that need fewer registers where the kernel has them: q in shared
+// memory, then narrower tiles.
 std::vector<ForwardConfig> narrower(const ForwardConfig& chosen) {
   std::vector<ForwardConfig> list{chosen};
   if (const auto* hopper = std::get_if<core::FwdConfig>(&chosen)) {
     core::FwdConfig c = *hopper;
+    if (std::exchange(c.q_in_registers, false)) list.emplace_back(c);
     for (c.tile_k -= core::scale_block; c.tile_k >= core::scale_block;
          c.tile_k -= core::scale_block) {
       list.emplace_back(c);

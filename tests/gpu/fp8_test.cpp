@@ -12,6 +12,7 @@
 #include <limits>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <ostream>
 #include <string>
 #include <vector>
@@ -64,6 +65,7 @@ struct Fp8Case {
   int32 tile_k = 0;  // Hopper; 0: as chosen
   int32 warpgroups = 0;
   bool ping_pong = false;
+  std::optional<bool> q_in_registers = std::nullopt;
   int sm_count = 0;                               // of an emulated chip; 0: its own
   void (*change)(core::Fwd100Config&) = nullptr;  // Blackwell
 };
@@ -317,6 +319,7 @@ runtime::ForwardConfig config_of(const Fp8Case& c, const core::Problem& p, std::
   if (auto* hopper = std::get_if<core::FwdConfig>(&config)) {
     hopper->ping_pong = c.ping_pong;
     if (c.tile_k != 0) hopper->tile_k = c.tile_k;
+    hopper->q_in_registers = c.q_in_registers.value_or(hopper->q_in_registers);
     if (c.warpgroups != 0) hopper->warpgroups = c.warpgroups;
     if (c.promote_keys != 0) {
       hopper->promote = std::max(1, static_cast<int32>(c.promote_keys) / hopper->tile_k);
@@ -559,6 +562,52 @@ const Fp8Case fp8_cases[] = {
      .seqlen_k = 900,
      .rise = 8,
      .promote_keys = 192},
+    // Sums in shared memory, which shrink there; q in registers, by which scores are taken again.
+    {.name = "d256_promoted_rows_rise",
+     .heads_q = 1,
+     .heads_kv = 1,
+     .seqlen_q = 140,
+     .seqlen_k = 600,
+     .head_dim = 256,
+     .head_dim_v = 256,
+     .rise = 8,
+     .promote_keys = 128,
+     .ping_pong = true,
+     .q_in_registers = true},
+    {.name = "d256_promoted_rows_jump",
+     .heads_q = 1,
+     .heads_kv = 1,
+     .seqlen_q = 140,
+     .seqlen_k = 600,
+     .head_dim = 256,
+     .head_dim_v = 256,
+     .window = {-1, 0},
+     .rise = 200,
+     .promote_keys = 192,
+     .q_in_registers = true},
+    {.name = "d64_q_in_memory",
+     .seqlen_q = 200,
+     .seqlen_k = 500,
+     .head_dim = 64,
+     .head_dim_v = 64,
+     .rise = 200,
+     .q_in_registers = false},
+    {.name = "q_in_registers",
+     .seqlen_q = 200,
+     .seqlen_k = 600,
+     .window = {-1, 0},
+     .rise = 200,
+     .tile_k = 128,
+     .warpgroups = 2,
+     .q_in_registers = true},
+    {.name = "s8_q_in_registers",
+     .seqlen_q = 140,
+     .seqlen_k = 600,
+     .rise = 200,
+     .codes = core::DType::s8,
+     .tile_k = 128,
+     .warpgroups = 2,
+     .q_in_registers = true},
     {.name = "causal", .seqlen_q = 300, .seqlen_k = 300, .window = {-1, 0}},
     {.name = "causal_more_queries", .seqlen_q = 400, .seqlen_k = 130, .window = {-1, 0}},
     {.name = "causal_gqa",
