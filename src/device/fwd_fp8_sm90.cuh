@@ -575,9 +575,10 @@ struct Fp8Compute {
     wgmma_hold(output);  // zeros in registers now, not behind the next product's fence
   }
 
-  __forceinline__ bool is_due() const { return C.promote > 0 && until == 0; }
   __forceinline__ void promote_if_due() {
-    if (is_due()) promote();
+    if constexpr (C.promote > 0) {
+      if (until == 0) promote();
+    }
   }
 
   // -- Values that no row sees: 0 x NaN is NaN, so they are cleared before the product.
@@ -703,14 +704,9 @@ struct Fp8Compute {
     if constexpr (C.overlap) {
       issue_scores();
       if constexpr (exponentials_bind && guarded) load_scales();
-      // The sums' way through memory lies under the products of who has the turn next.
-      const bool due = is_due();
-      if (due) {
-        pass_turn();
-        promote();
-      }
+      promote_if_due();
       issue_output();
-      if (!due) pass_turn();
+      pass_turn();
       wgmma_wait<1>();
     } else {
       promote_if_due();

@@ -81,14 +81,11 @@ int32 narrow_bound(int64 bound, const Problem& p) {
   return bound < 0 ? -1 : static_cast<int32>(std::min(bound, std::max(p.seqlen_q, p.seqlen_k)));
 }
 
-// Pairs of (batch, head) that are dealt together: their keys and values fit half of the L2; of 8
-// bits, two thirds.
+// Pairs of (batch, head) that are dealt together: their keys and values fit two thirds of the L2.
 int32 pairs_of_section(const Problem& p, bool packed, core::DType keys,
                        const DeviceProperties& chip) {
   const int64 head_bytes = p.seqlen_k * (p.head_dim + p.head_dim_v) * core::size_bytes(keys);
-  const int64 l2_bytes = static_cast<int64>(chip.l2_bytes);
-  const int64 room = core::is_eight_bit(keys) ? l2_bytes / 3 * 2 : l2_bytes / 2;
-  const int64 heads = room / std::max<int64>(head_bytes, 1);
+  const int64 heads = static_cast<int64>(chip.l2_bytes / 3 * 2) / std::max<int64>(head_bytes, 1);
   const int64 pairs = std::max<int64>(p.batch * (packed ? p.heads_kv : p.heads_q), 1);
   const int64 fitting = std::clamp<int64>(heads * (packed ? 1 : p.group_size()), 1, pairs);
   return static_cast<int32>(core::section_of(fitting, pairs));
