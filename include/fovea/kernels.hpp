@@ -21,7 +21,7 @@ struct CompiledKernel {
   bool cached = false;  // it was in the cache already
   int registers = 0;    // per thread, at entry
   int spill_bytes = 0;
-  std::string fault;  // why it did not compile; empty when it did
+  std::string fault;  // why it did not compile or what ptxas complains of; empty when it is fit
 };
 
 struct CompileKernels {

@@ -233,6 +233,9 @@ CompiledKernel compile(const Variant& variant, const std::string& arch) {
     const CompileResult compiled = default_jit().compile(request);
     result.seconds = compiled.seconds;
     result.cached = compiled.origin != Origin::compiler;
+    if (const auto& said = compiled.image->report.advisories; !said.empty()) {
+      result.fault = "ptxas slows this kernel down: " + said.front();
+    }
     for (const KernelResources& kernel : compiled.image->report.kernels) {
       result.registers = std::max(result.registers, kernel.registers);
       result.spill_bytes += kernel.spill_store_bytes + kernel.spill_load_bytes;
