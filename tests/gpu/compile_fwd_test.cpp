@@ -6,6 +6,7 @@
 #include <ostream>
 #include <string>
 
+#include "runtime/forward_fp8.h"
 #include "runtime/forward_gpu.h"
 #include "tests/jit/jit_support.h"
 
@@ -41,12 +42,26 @@ FwdConfig gathered(core::int32 head_dim, core::int32 head_dim_v, core::int32 til
   return c;
 }
 
+// In 8 bits with q in registers.
+FwdConfig holding_q(core::int32 head_dim, core::int32 tile_k, core::int32 promote) {
+  FwdConfig c = base(head_dim, head_dim, tile_k);
+  c.dtype = core::DType::e4m3;
+  c.bound_left = c.bound_right = c.ragged = c.has_sink = c.q_in_registers = true;
+  c.promote = promote;
+  c.ping_pong = promote > 0;
+  return c;
+}
+
 std::vector<Variant> variants() {
   std::vector<Variant> list = {{"gathered_d256_16", gathered(256, 16, 64)},
                                {"gathered_d144", gathered(144, 144, 80)},
                                {"gathered_d128_packed", gathered(128, 128, 112)},
                                {"gathered_d16_256", gathered(16, 256, 64)},
-                               {"paged_d64_split", base(64, 64, 128)}};
+                               {"paged_d64_split", base(64, 64, 128)},
+                               {"e4m3_d64_q_in_registers", holding_q(64, 128, 0)},
+                               {"e4m3_d256_promoted_q_in_registers", holding_q(256, 64, 12)}};
+  list[5].config.warpgroups = 3;
+  list[5].config.stages = 4;
   list[1].config.out_apart = false;
   list[2].config.chunked = list[2].config.packed = true;
   list[2].config.bound_left = list[2].config.bound_right = true;
@@ -63,7 +78,9 @@ class CompileForward : public testing::TestWithParam<Variant> {};
 
 TEST_P(CompileForward, SpillsNothing) {
   runtime::CompileRequest request;
-  request.text = runtime::forward_text(GetParam().config);
+  const FwdConfig& config = GetParam().config;
+  request.text = core::is_eight_bit(config.dtype) ? runtime::forward_fp8_text(config)
+                                                  : runtime::forward_text(config);
   request.arch = "sm_90a";
   EXPECT_NO_THROW(runtime::default_jit().compile(request));
 }
