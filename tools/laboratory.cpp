@@ -145,11 +145,15 @@ std::vector<Method> table_methods() {
 std::vector<Method> growth_methods() {
   Fp8Arithmetic two_levels;
   two_levels.promote_keys = promoted_keys;
+  Fp8Arithmetic rarely = two_levels;
+  rarely.promote_keys = 1024;
+  rarely.tile_k = 128;  // as kernels that promote have; 192 does not divide it
   Fp8Arithmetic wide;
   wide.accumulator_bits = 23;
   Fp8Arithmetic online = two_levels;
   online.softmax = Softmax::online;
   return {eight_bits("one level of accumulation", {}), eight_bits("two levels", two_levels),
+          eight_bits("two levels, 1024 keys", rarely),
           eight_bits("two levels, online maximum", online),
           eight_bits("accumulated in fp32", wide)};
 }
