@@ -61,7 +61,8 @@ struct FwdConfig {
   bool persistent = true;       // CTAs take tile after tile
   bool ping_pong = true;        // warpgroups take turns at issuing products
   bool overlap = true;          // scores of a tile and weights x values of the one before in flight
-  bool q_in_registers = false;  // q is read from shared memory once a tile, not once a block
+  bool short_first = true;      // rows that see half of their first block take that half alone
+  bool q_in_registers = false;  // 8 bits: q is read from shared memory once a tile, not a block
   int32 promote = 0;   // fp8: key tiles summed by the tensor cores alone (core/fp8.h); 0: all
   bool trace = false;  // one CTA writes a timeline
   bool operator==(const FwdConfig&) const = default;
@@ -86,6 +87,11 @@ constexpr bool rows_differ(const FwdConfig& c) {
 // Tiles of which the last may be computed in parts: equally long, of whole rows.
 constexpr bool may_have_tail(const FwdConfig& c) {
   return c.persistent && !c.packed && !c.split && !c.ragged && !rows_differ(c) &&
+         size_bytes(c.dtype) == 2;
+}
+// Whether 64 rows of a tile may see no more than half of a block of which other rows see more.
+constexpr bool begins_short(const FwdConfig& c) {
+  return c.short_first && c.bound_right && c.tile_k == 128 && !c.packed && !modifies_scores(c) &&
          size_bytes(c.dtype) == 2;
 }
 constexpr DType stored_dtype(const FwdConfig& c) { return c.split ? DType::f32 : c.out_dtype; }

@@ -12,10 +12,11 @@ namespace fovea::device {
 
 // ---- Scores -------------------------------------------------------------------------------------
 
-// Hides what a row does not see: selects, so that what was there reaches nothing. query(half) is
+// Hides what a row does not see of the first keys of a block: selects, so that what was there
+// reaches nothing. query(half) is
 // the query that a row stands for.
-template <FwdConfig C, typename Query>
-__forceinline__ void hide_unseen(float (&scores)[C.tile_k / 2], const FwdParams& params,
+template <FwdConfig C, int32 count, typename Query>
+__forceinline__ void hide_unseen(float (&scores)[count], const FwdParams& params,
                                  const FwdTile& tile, int32 block, const Query& query) {
   int32 first[2];  // of the visible columns, seen from this thread's first column
   uint32 width[2];
@@ -33,7 +34,7 @@ __forceinline__ void hide_unseen(float (&scores)[C.tile_k / 2], const FwdParams&
     width[half] = static_cast<uint32>(max(0, end - begin));
   }
 #pragma unroll
-  for (int32 i = 0; i < C.tile_k / 2; ++i) {
+  for (int32 i = 0; i < count; ++i) {
     const int32 half = (i / 2) % 2;
     const int32 column = 8 * (i / 4) + i % 2;
     if (static_cast<uint32>(column - first[half]) >= width[half]) scores[i] = -core::infinity;

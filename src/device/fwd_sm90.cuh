@@ -96,7 +96,9 @@ struct Compute {
     return descriptor_advance(query[0], step / 4 * (Plan::rows * Plan::row_bytes)) | (step % 4 * 2);
   }
 
-  __forceinline__ void issue_scores() {
+  // Of all keys of a block, or of the first half of them.
+  template <int32 count>
+  __forceinline__ void issue_scores(float (&s)[count]) {
     mark(TracePhase::keys);
     plan.k_ring.wait_full(k_state);
     mark(TracePhase::issue);
@@ -108,7 +110,7 @@ struct Compute {
     for (int32 step = 0; step < C.head_dim / 16; ++step) {
       const uint32 panel = step / 4;
       const uint32 inside = (step % 4) * 32;  // 16 elements
-      fwd_scores(scores, query_at(step),
+      fwd_scores(s, query_at(step),
                  descriptor_advance(k_tile, panel * C.tile_k * Plan::row_bytes + inside), step > 0);
     }
     wgmma_commit();
@@ -144,7 +146,7 @@ struct Compute {
     q_state.advance();
   }
 
-  // -- Scores
+  // -- Scores s: all of this thread's, or those of the first half of a block.
 
   __forceinline__ float scale() const { return score_scale<C>(params); }
 
@@ -153,10 +155,11 @@ struct Compute {
   }
 
   // From raw products to scores.
-  __forceinline__ void transform(const FwdTile& tile, int32 block) {
+  template <int32 count>
+  __forceinline__ void transform(float (&s)[count], const FwdTile& tile, int32 block) const {
     if constexpr (C.transform != ScoreTransform::none) {
 #pragma unroll
-      for (int32 i = 0; i < score_count; ++i) scores[i] = transformed<C>(params, scores[i]);
+      for (int32 i = 0; i < count; ++i) s[i] = transformed<C>(params, s[i]);
     }
     if constexpr (core::modifies_scores(C)) {
       const int32 origin = block * C.tile_k + 2 * (lane_index() % 4);
@@ -164,17 +167,17 @@ struct Compute {
       for (int32 half = 0; half < 2; ++half) {
         const ScoreRow<C> row(params, tile, row_of(tile, half));
 #pragma unroll
-        for (int32 i = 2 * half; i < score_count; i += 4) {
-          scores[i] = row.modified(scores[i], origin + 2 * i - 4 * half);
-          scores[i + 1] = row.modified(scores[i + 1], origin + 2 * i - 4 * half + 1);
+        for (int32 i = 2 * half; i < count; i += 4) {
+          s[i] = row.modified(s[i], origin + 2 * i - 4 * half);
+          s[i + 1] = row.modified(s[i + 1], origin + 2 * i - 4 * half + 1);
         }
       }
     }
   }
 
-  __forceinline__ void mask(const FwdTile& tile, int32 block) {
-    hide_unseen<C>(scores, params, tile, block,
-                   [&](int32 half) { return row_of(tile, half).query; });
+  template <int32 count>
+  __forceinline__ void mask(float (&s)[count], const FwdTile& tile, int32 block) const {
+    hide_unseen<C>(s, params, tile, block, [&](int32 half) { return row_of(tile, half).query; });
   }
 
   // -- Softmax
@@ -185,11 +188,12 @@ struct Compute {
 
   // Exponentials with the tile's true maximum known first. Gives the factors by which what was
   // summed before must shrink.
-  __forceinline__ void exponentiate_exact(float (&factor)[2]) {
+  template <int32 count>
+  __forceinline__ void exponentiate_exact(float (&s)[count], float (&factor)[2]) {
     float top[2] = {-infinity, -infinity};
 #pragma unroll
-    for (int32 i = 0; i < score_count; ++i) {
-      top[(i / 2) % 2] = fmaxf(top[(i / 2) % 2], scores[i]);
+    for (int32 i = 0; i < count; ++i) {
+      top[(i / 2) % 2] = fmaxf(top[(i / 2) % 2], s[i]);
     }
     constexpr float threshold =
         C.softmax == SoftmaxPolicy::online ? 0.0f : core::rescale_threshold_log2;
@@ -207,14 +211,14 @@ struct Compute {
     float by = scale();
     if (__any_sync(0xffffffffu, far(base[0]) || far(base[1]))) {
 #pragma unroll
-      for (int32 i = 0; i < score_count; ++i) scores[i] *= by;
+      for (int32 i = 0; i < count; ++i) s[i] *= by;
       by = 1.0f;
     }
 #pragma unroll
-    for (int32 i = 0; i < score_count; ++i) {
+    for (int32 i = 0; i < count; ++i) {
       const int32 half = (i / 2) % 2;
-      scores[i] = exp2_approximate(fmaf(scores[i], by, base[half]));
-      part[half] += scores[i];
+      s[i] = exp2_approximate(fmaf(s[i], by, base[half]));
+      part[half] += s[i];
     }
 #pragma unroll
     for (int32 half = 0; half < 2; ++half) sum[half] = fmaf(sum[half], factor[half], part[half]);
@@ -304,7 +308,7 @@ struct Compute {
       }
     }
     __syncwarp();  // all lanes have read q before one gives it back
-    transform(tile, block);
+    transform(scores, tile, block);
   }
 
   // A vote fell: some row of this warp has outgrown its reference. Nothing is in flight here.
@@ -313,7 +317,7 @@ struct Compute {
     const float top[2] = {quad_max(part[0]), quad_max(part[1])};
     if (__any_sync(0xffffffffu, !(part[0] < infinity) || !(part[1] < infinity))) {
       compute_scores_again(tile, block);
-      exponentiate_exact(factor);
+      exponentiate_exact(scores, factor);
       count(1, true);
       count(1, true);
     } else {
@@ -335,12 +339,13 @@ struct Compute {
 
   // Zeroes the weights that dropout takes. Two lanes hold four neighbouring columns, which share
   // random words, of two rows: each draws the words of one row and gives half of them away.
-  __forceinline__ void drop(const FwdTile& tile, int32 block) {
+  template <int32 count>
+  __forceinline__ void drop(float (&s)[count], const FwdTile& tile, int32 block) const {
     const bool odd = lane_index() % 2 != 0;
     const FwdRow own = row_of(tile, odd ? 1 : 0);
     const int32 group = (block * C.tile_k + 2 * (lane_index() % 4)) / 4;
 #pragma unroll
-    for (int32 j = 0; j < C.tile_k / 8; ++j) {
+    for (int32 j = 0; j < count / 4; ++j) {
       const core::Philox4 drawn = dropout_words(params, tile, own, group + 2 * j);
       uint32 words[2][2];  // [half][column]
 #pragma unroll
@@ -353,17 +358,18 @@ struct Compute {
       }
 #pragma unroll
       for (int32 i = 0; i < 4; ++i) {
-        if (words[i / 2][i % 2] < params.dropout_threshold) scores[4 * j + i] = 0.0f;
+        if (words[i / 2][i % 2] < params.dropout_threshold) s[4 * j + i] = 0.0f;
       }
     }
   }
 
   // From exponentials to weights.
-  __forceinline__ void convert(const FwdTile& tile, int32 block) {
-    if constexpr (C.has_dropout) drop(tile, block);
+  template <int32 count>
+  __forceinline__ void convert(float (&s)[count], const FwdTile& tile, int32 block) {
+    if constexpr (C.has_dropout) drop(s, tile, block);
 #pragma unroll
-    for (int32 i = 0; i < score_count / 2; ++i) {
-      weights[i / 4][i % 4] = pack<C.dtype>(scores[2 * i], scores[2 * i + 1]);
+    for (int32 i = 0; i < count / 2; ++i) {
+      weights[i / 4][i % 4] = pack<C.dtype>(s[2 * i], s[2 * i + 1]);
     }
   }
 
@@ -405,13 +411,17 @@ struct Compute {
   static constexpr bool passes_by =
       C.bound_right && !C.packed && 64 * (C.warpgroups - 1) >= C.tile_k;
 
+  // How many keys this warpgroup's last row sees by its position, whether there are as many or not.
+  __forceinline__ int32 visible_keys(const FwdTile& tile) const {
+    const int32 last_row = tile.q_begin + 64 * warpgroup + 63;
+    return last_row + tile.length_k - tile.length_q + params.window_right + 1;
+  }
+
   // Behind the last block that this warpgroup's rows visit. One at least, so that there are scores
   // to begin with.
   __forceinline__ int32 end_of(const FwdTile& tile) const {
     if constexpr (!passes_by) return tile.end;
-    const int32 last_row = tile.q_begin + 64 * warpgroup + 63;
-    const int32 keys = last_row + tile.length_k - tile.length_q + params.window_right + 1;
-    return min(tile.end, max(tile.begin + 1, (keys + C.tile_k - 1) / C.tile_k));
+    return min(tile.end, max(tile.begin + 1, (visible_keys(tile) + C.tile_k - 1) / C.tile_k));
   }
 
   // Blocks that other warpgroups visit and this one does not.
@@ -433,29 +443,47 @@ struct Compute {
   }
 
   // The first block: its scores alone, of rows that have seen nothing before.
-  __forceinline__ void begin(const FwdTile& tile) {
+  template <int32 count>
+  __forceinline__ void begin(float (&s)[count], const FwdTile& tile) {
     pass_by(tile);
     mark(TracePhase::query);
     plan.q_ring.wait_full(q_state);
     take_turn();
-    issue_scores();
+    issue_scores(s);
     pass_turn();
     clear_output();
     mark(TracePhase::scores);
     wgmma_wait<0>();
-    wgmma_hold(scores);
+    wgmma_hold(s);
     mark(TracePhase::softmax);
     release_k();
     const int32 end = end_of(tile);
     const int32 block = end - 1;
     reference[0] = reference[1] = -infinity;
     sum[0] = sum[1] = 0.0f;
-    transform(tile, block);
-    if (core::is_windowed(C) || block >= tile.full_end) mask(tile, block);
+    transform(s, tile, block);
+    if (core::is_windowed(C) || block >= tile.full_end) mask(s, tile, block);
     float factor[2];
-    exponentiate_exact(factor);
-    convert(tile, block);
+    exponentiate_exact(s, factor);
+    convert(s, tile, block);
     if (end - tile.begin > 1) clear_unseen_values(tile, block);
+  }
+
+  // Whether this warpgroup's rows see at most half of the first block that they visit.
+  __forceinline__ bool sees_half(const FwdTile& tile) const {
+    return visible_keys(tile) <= end_of(tile) * C.tile_k - C.tile_k / 2;
+  }
+
+  // The first block where they do. Scores of its own, and not a part of the others: a register that
+  // two sizes of products share makes ptxas serialise them.
+  __forceinline__ void begin_short(const FwdTile& tile) {
+    float s[score_count / 2];
+    begin(s, tile);
+#pragma unroll
+    for (int32 step = C.tile_k / 32; step < C.tile_k / 16; ++step) {
+#pragma unroll
+      for (int32 i = 0; i < 4; ++i) weights[step][i] = 0;
+    }
   }
 
   __forceinline__ void settle_output() {
@@ -471,7 +499,7 @@ struct Compute {
   __forceinline__ void advance(const FwdTile& tile, int32 block) {
     take_turn();
     if constexpr (C.overlap) {
-      issue_scores();
+      issue_scores(scores);
       issue_output();
       pass_turn();
       mark(TracePhase::scores);
@@ -479,7 +507,7 @@ struct Compute {
     } else {
       issue_output();
       settle_output();
-      issue_scores();
+      issue_scores(scores);
       pass_turn();
       mark(TracePhase::scores);
       wgmma_wait<0>();
@@ -487,11 +515,11 @@ struct Compute {
     wgmma_hold(scores);
     mark(TracePhase::softmax);
     release_k();
-    transform(tile, block);
+    transform(scores, tile, block);
     if constexpr (masked || C.softmax != SoftmaxPolicy::sum_guard) {
-      if constexpr (masked) mask(tile, block);
+      if constexpr (masked) mask(scores, tile, block);
       float factor[2];
-      exponentiate_exact(factor);
+      exponentiate_exact(scores, factor);
       const bool rescale = C.softmax == SoftmaxPolicy::online ||
                            __any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f);
       if constexpr (C.overlap) settle_output();
@@ -508,7 +536,7 @@ struct Compute {
         sum[1] += part[1];
       }
     }
-    convert(tile, block);
+    convert(scores, tile, block);
   }
 
   // The last block's output.
@@ -772,7 +800,11 @@ struct Compute {
   }
 
   __forceinline__ void run_tile(const FwdTile& tile) {
-    begin(tile);
+    if (core::begins_short(C) && sees_half(tile)) {
+      if constexpr (core::begins_short(C)) begin_short(tile);
+    } else {
+      begin(scores, tile);
+    }
     advance_all(tile);
     end(tile);
     store(tile);

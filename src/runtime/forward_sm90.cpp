@@ -147,6 +147,7 @@ std::string forward_expression(const FwdConfig& c) {
   text.flag("persistent", c.persistent);
   text.flag("ping_pong", c.ping_pong);
   text.flag("overlap", c.overlap);
+  text.flag("short_first", core::begins_short(c));
   text.flag("q_in_registers", c.q_in_registers);
   text.number("promote", c.promote);
   if (c.trace) text.flag("trace", c.trace);
@@ -157,17 +158,18 @@ std::string forward_text(const FwdConfig& config) {
   KernelSource source;
   source.name = "forward_sm90_" + operand_name(config.dtype, config.head_dim, config.head_dim_v);
   source.include = "device/fwd_sm90.cuh";
-  source.instructions = {wgmma_text({.n = config.tile_k,
-                                     .a = config.dtype,
-                                     .b = config.dtype,
-                                     .a_in_registers = config.q_in_registers},
-                                    "fwd_scores"),
-                         wgmma_text({.n = config.head_dim_v,
-                                     .a = config.dtype,
-                                     .b = config.dtype,
-                                     .a_in_registers = true,
-                                     .b_mn_major = true},
-                                    "fwd_output")};
+  source.instructions = {
+      wgmma_text({.n = config.tile_k, .a = config.dtype, .b = config.dtype}, "fwd_scores"),
+      wgmma_text({.n = config.head_dim_v,
+                  .a = config.dtype,
+                  .b = config.dtype,
+                  .a_in_registers = true,
+                  .b_mn_major = true},
+                 "fwd_output")};
+  if (core::begins_short(config)) {
+    source.instructions.push_back(
+        wgmma_text({.n = config.tile_k / 2, .a = config.dtype, .b = config.dtype}, "fwd_scores"));
+  }
   source.call = "fovea::device::fwd<" + forward_expression(config) + ">";
   source.params = "fovea::core::FwdParams";
   source.threads = core::threads_of(config);

@@ -41,7 +41,7 @@ struct Field {
   }
 };
 
-constexpr std::array<Field<FwdConfig>, 10> fields_of(const FwdConfig*) {
+constexpr std::array<Field<FwdConfig>, 11> fields_of(const FwdConfig*) {
   return {{{"warpgroups", &FwdConfig::warpgroups},
            {"tile_k", &FwdConfig::tile_k},
            {"stages", &FwdConfig::stages},
@@ -51,6 +51,7 @@ constexpr std::array<Field<FwdConfig>, 10> fields_of(const FwdConfig*) {
            {"tail", nullptr, &FwdConfig::tail, 0, 1},
            {"ping_pong", nullptr, &FwdConfig::ping_pong, 0, 1},
            {"overlap", nullptr, &FwdConfig::overlap, 0, 1},
+           {"short_first", nullptr, &FwdConfig::short_first, 0, 1},
            {"q_in_registers", nullptr, &FwdConfig::q_in_registers, 0, 1}}};
 }
 
@@ -115,6 +116,7 @@ std::string objection(const FwdConfig& c) {
   }
   if (c.tail && !core::may_have_tail(c)) return "a tail needs tiles that take equally long";
   if (core::is_eight_bit(c.dtype)) return objection_in_eight_bits(c);
+  if (c.q_in_registers) return "q stays in shared memory in 16 bits";
   if (!c.out_apart && c.head_dim < c.head_dim_v) return "out does not fit where q was";
   const int32 bytes = core::shared_bytes(c);
   if (bytes > core::shared_limit_bytes) {
@@ -323,7 +325,9 @@ std::vector<ForwardConfig> forward_ablations(const ForwardConfig& chosen) {
           if (!field.is_switch()) continue;
           auto changed = c;
           field.set(changed, field.flipped(c));
-          if (objection(changed).empty()) list.emplace_back(changed);
+          // Of some configurations a switch changes nothing.
+          const bool same = forward_expression(changed) == forward_expression(c);
+          if (!same && objection(changed).empty()) list.emplace_back(changed);
         }
       },
       chosen);

@@ -52,6 +52,13 @@ FwdConfig holding_q(core::int32 head_dim, core::int32 tile_k, core::int32 promot
   return c;
 }
 
+// A window, of whose first blocks a warpgroup may take half.
+FwdConfig halved(core::int32 head_dim, core::int32 head_dim_v) {
+  FwdConfig c = base(head_dim, head_dim_v, 128);
+  c.bound_left = c.bound_right = c.ragged = true;
+  return c;
+}
+
 std::vector<Variant> variants() {
   std::vector<Variant> list = {{"gathered_d256_16", gathered(256, 16, 64)},
                                {"gathered_d144", gathered(144, 144, 80)},
@@ -59,7 +66,9 @@ std::vector<Variant> variants() {
                                {"gathered_d16_256", gathered(16, 256, 64)},
                                {"paged_d64_split", base(64, 64, 128)},
                                {"e4m3_d64_q_in_registers", holding_q(64, 128, 0)},
-                               {"e4m3_d256_promoted_q_in_registers", holding_q(256, 64, 12)}};
+                               {"e4m3_d256_promoted_q_in_registers", holding_q(256, 64, 12)},
+                               {"halved_d192_128", halved(192, 128)},
+                               {"halved_d64", halved(64, 64)}};
   list[5].config.warpgroups = 3;
   list[5].config.stages = 4;
   list[1].config.out_apart = false;
@@ -71,6 +80,9 @@ std::vector<Variant> variants() {
   paged.source = Source::paged;
   paged.bound_left = paged.ragged = paged.packed = paged.split = true;
   paged.tma_out = false;
+  list[7].config.out_apart = false;
+  list[8].config.warpgroups = 3;
+  list[8].config.stages = 4;
   return list;
 }
 
