@@ -29,6 +29,7 @@ struct FwdPlan {
   Ring<1> q_ring;
   Ring<2> tile_ring;  // full: 1 producer; free: each computing warp
   FwdTile tiles[2];
+  uint32 grown[4 * C.warpgroups];  // written for the order of instructions alone: wgmma.h
   [[no_unique_address]] TraceCounts<C.trace> trace;
 
   static constexpr uint32 loaders = C.source == Source::gather ? 128 : 1;  // threads that arrive

@@ -528,7 +528,10 @@ struct Compute {
       float part[2];
       exponentiate_guarded(part);
       const bool grown = beyond_guard(part);
-      if constexpr (C.overlap) settle_output();
+      if constexpr (C.overlap) {
+        wgmma_keep_before_wait(grown, plan.grown[4 * warpgroup + warp()]);
+        settle_output();
+      }
       if (grown) {
         repair(tile, block, part);
       } else {
