@@ -143,9 +143,10 @@ Tail choose_tail(int64 tiles, int64 blocks, int32 tile_k, int sm_count) {
     best = cost;
     tail.parts = static_cast<int32>(parts);
   }
-  // What is not worth a hundredth of all rounds costs more in instructions of every tile.
+  // What is not worth so much of all rounds costs more in instructions of every tile.
+  constexpr double worth = 0.015;
   const auto all = static_cast<double>(blocks * core::ceil_div(tiles, sm_count));
-  if (tail.parts == 1 || static_cast<double>(blocks) - best < 0.01 * all) {
+  if (tail.parts == 1 || static_cast<double>(blocks) - best < worth * all) {
     tail.parts = 1;
     return tail;
   }

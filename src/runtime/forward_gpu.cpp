@@ -276,6 +276,21 @@ int64 fill_tail(FwdParams&, const ForwardCall&, const core::Fwd100Config&, int64
 bool keeps_ctas(const FwdConfig& c) { return c.persistent; }
 bool keeps_ctas(const core::Fwd100Config& c) { return c.persistent && !c.launch_control; }
 
+// How many of them there are at most `most`. Tiles that take equally long end in rounds: where
+// those are few and long, as few CTAs as take no round more. The others' power goes to the clock of
+// these (docs/kernels/fwd_sm90.md); short tiles do not keep in step for so long.
+int64 kept_ctas(const Problem& p, const FwdConfig& c, int64 tiles, int64 most) {
+  constexpr int64 few_rounds = 16;
+  constexpr int64 long_blocks = 32;
+  const int64 rounds = std::max<int64>(core::ceil_div(tiles, most), 1);
+  const bool in_step = core::may_have_tail(c) && !c.tail && rounds <= few_rounds &&
+                       p.seqlen_k >= long_blocks * c.tile_k;
+  return in_step ? core::ceil_div(tiles, rounds) : std::min(tiles, most);
+}
+int64 kept_ctas(const Problem&, const core::Fwd100Config&, int64 tiles, int64 most) {
+  return std::min(tiles, most);
+}
+
 }  // namespace
 
 template <typename Config>
@@ -328,11 +343,11 @@ ForwardTiles fill_forward_params(FwdParams& params, const ForwardCall& call, con
                        ? pairs_of_section(p, config.packed, config.dtype, chip)
                        : 1;
   params.tiles = static_cast<int32>(tiles);
-  const auto clusters = static_cast<std::uint32_t>(tiles);
-  const auto ctas = static_cast<std::uint32_t>(core::ctas_of(config));
-  const std::uint32_t most = static_cast<std::uint32_t>(chip.sm_count) / ctas;
+  const int64 ctas = core::ctas_of(config);  // of a cluster
+  const int64 clusters =
+      keeps_ctas(config) ? kept_ctas(p, config, tiles, chip.sm_count / ctas) : tiles;
   return {static_cast<std::uint32_t>(core::threads_of(config)),
-          ctas * (keeps_ctas(config) ? std::min(clusters, most) : clusters)};
+          static_cast<std::uint32_t>(ctas * clusters)};
 }
 
 template ForwardTiles fill_forward_params(FwdParams&, const ForwardCall&, const FwdConfig&,
