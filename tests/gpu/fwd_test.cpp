@@ -3,9 +3,11 @@
 // order of asynchronous work; FOVEA_TEST_DEVICES=cuda runs it on a GPU.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <ostream>
@@ -577,6 +579,39 @@ TEST_P(ForwardTail, IsTheSameWhicheverPartEndsLast) {
 
 INSTANTIATE_TEST_SUITE_P(Cases, ForwardTail, ::testing::ValuesIn(tail_cases),
                          [](const auto& instance) { return instance.param.name; });
+
+// 2048 tiles on 132 multiprocessors are 16 rounds however many of them take part, from 128 on.
+TEST(ForwardLaunch, TakesWholeRoundsWhereTheyAreFewAndLong) {
+  const auto ctas = [](int32 heads, int64 keys, int32 head_dim) {
+    runtime::ForwardCall call;
+    core::Problem& p = call.problem;
+    p.batch = p.num_splits = 1;
+    p.heads_q = p.heads_kv = heads;
+    p.seqlen_q = p.seqlen_k = keys;
+    p.head_dim = p.head_dim_v = head_dim;
+    p.softmax_scale = 1.0f;
+    for (core::View* view : {&p.q, &p.k, &p.v, &p.out}) {
+      view->dtype = core::DType::bf16;
+      const int64 row = int64{heads} * head_dim;
+      const int64 stride[4] = {keys * row, row, head_dim, 1};
+      std::copy(std::begin(stride), std::end(stride), view->stride);
+    }
+    call.workspace = call.arrivals = 16;
+    runtime::DeviceProperties chip;
+    chip.sm_count = 132;
+    chip.l2_bytes = 50 << 20;
+    const core::FwdConfig config =
+        runtime::choose_forward_sm90(call.problem, SoftmaxPolicy::sum_guard, chip.sm_count);
+    core::FwdParams params;
+    return runtime::fill_forward_params(params, call, config, chip).ctas;
+  };
+  EXPECT_EQ(ctas(64, 4096, 256), 128u);
+  EXPECT_EQ(ctas(4, 4096, 256), 128u);    // one round
+  EXPECT_EQ(ctas(512, 512, 256), 132u);   // short tiles
+  EXPECT_EQ(ctas(32, 8192, 256), 132u);   // with a tail
+  EXPECT_EQ(ctas(1024, 512, 128), 132u);  // short tiles, many rounds
+  EXPECT_EQ(ctas(100, 4096, 64), 132u);   // many rounds
+}
 
 TEST(ForwardRefusals, NameWhatWouldHelp) {
   core::Problem p;
