@@ -345,9 +345,9 @@ Step run_memory_fence(Warp& warp, const Inst&) {
   return Step::next;
 }
 
-// mode 1: shared memory alone
+// mode 1: shared memory alone; 2: global memory alone
 Step run_proxy_fence(Warp& warp, const Inst& inst) {
-  if (warp.launch->checks) check_proxy_fence(warp, inst.mode == 0);
+  if (warp.launch->checks) check_proxy_fence(warp, inst.mode != 2, inst.mode != 1);
   return Step::next;
 }
 
@@ -538,7 +538,7 @@ void build_fence(Builder& b) {
     inst.run = run_barrier_init_fence;
   } else if (b.has("async")) {
     inst.run = run_proxy_fence;
-    inst.mode = b.has("shared::cta") || b.has("shared::cluster") ? 1 : 0;
+    inst.mode = b.has("shared::cta") || b.has("shared::cluster") ? 1 : b.has("global") ? 2 : 0;
   } else if (b.has("proxy") || b.has("sync_restrict::shared::cta") ||
              b.has("sync_restrict::shared::cluster")) {
     inst.run = run_no_fence;

@@ -486,7 +486,7 @@ void check_global_word(const AccessView& view, GlobalCell& cell, u64 address, u8
       report_global(view, address, access, global_agent(view, cell.write, cell.write_cluster), true,
                     cell.write_line);
     } else if (view.async && (cell.flags & kAsyncWrite) == 0 && cell.write_cluster == mine &&
-               !before(view, cell.write, clock_proxied)) {
+               !before(view, cell.write, clock_proxied_global)) {
       report(view, FaultKind::missing_proxy_fence,
              std::string(verb(access)) + " global memory at " + hex(address) +
                  " through the async proxy after ordinary stores (line " +
@@ -626,13 +626,23 @@ void check_release_async(const AsyncOp& op, Clock& object) {
   object.join(op.clock);
   object.raise(clock_ordered, op.agent, op.agent_clock);
   object.raise(clock_proxied, op.agent, op.agent_clock);
+  object.raise(clock_proxied_global, op.agent, op.agent_clock);
 }
 
-void check_proxy_fence(Warp& warp, bool global) {
-  if (global) join_known(warp.check.known_proxied, warp.check.known);
-  warp.check.clock.join_part(clock_proxied, warp.check.clock, clock_ordered);
-  include_own(warp, warp.check.clock, clock_proxied);
-  check_barrier_fence(warp);
+void check_proxy_fence(Warp& warp, bool shared, bool global) {
+  Clock& clock = warp.check.clock;
+  const auto make_visible = [&](ClockPart part) {
+    clock.join_part(part, clock, clock_ordered);
+    include_own(warp, clock, part);
+  };
+  if (shared) {
+    make_visible(clock_proxied);
+    check_barrier_fence(warp);
+  }
+  if (global) {
+    make_visible(clock_proxied_global);
+    join_known(warp.check.known_proxied, warp.check.known);
+  }
   tick(warp);
 }
 

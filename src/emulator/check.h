@@ -2,10 +2,12 @@
 //
 // Agents are warps and asynchronous operations (a CTA lends its operations kAsyncSlots numbers in
 // turn). An access is an epoch: agent and tick. Agent B may touch what A wrote at tick t when B's
-// clock holds at least t for A. Each clock has five parts, because the manual has five kinds of
+// clock holds at least t for A. Each clock has six parts, because the manual has five kinds of
 // "before":
 //   ordered   plain happens-before: barriers, mbarriers, waits, commits
-//   proxied   the part of it that a proxy fence has made visible to the async proxy
+//   proxied   the part of it that a proxy fence has made visible to the async proxy, in shared
+//             memory
+//   proxied_global  the same in global memory
 //   released  tensor-memory operations followed by tcgen05.fence::before_thread_sync (or a commit)
 //   inits     initialisations of mbarriers published by fence.mbarrier_init, which a relaxed
 //   arrival
@@ -48,6 +50,7 @@ inline constexpr u32 kTickBits = 21;
 enum ClockPart : u32 {
   clock_ordered,
   clock_proxied,
+  clock_proxied_global,
   clock_released,
   clock_inits,
   clock_tensor,
@@ -219,7 +222,7 @@ void check_share(Warp& warp, Clock& operation);
 void check_release_relaxed(Warp& warp, Clock& object);
 void check_acquire(Warp& warp, const Clock& object);
 void check_release_async(const AsyncOp& op, Clock& object);
-void check_proxy_fence(Warp& warp, bool global);
+void check_proxy_fence(Warp& warp, bool shared, bool global);
 void check_memory_fence(Warp& warp);
 void check_tensor_fence(Warp& warp, bool before);
 void check_global_sync(Warp& warp, u64 address, bool release, bool acquire, bool store, bool load);

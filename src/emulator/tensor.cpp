@@ -61,7 +61,8 @@ class PipeOp : public AsyncOp {
     if (!cluster.launch->checks) return;
     Clock& finished = warp->check.tensor_done;
     if (finished.empty()) finished.resize(clock.agents());
-    for (const ClockPart part : {clock_ordered, clock_proxied, clock_released}) {
+    for (const ClockPart part :
+         {clock_ordered, clock_proxied, clock_proxied_global, clock_released}) {
       finished.raise(part, agent, agent_clock);
     }
   }

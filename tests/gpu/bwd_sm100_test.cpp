@@ -3,192 +3,31 @@
 // whether the emulator notices when its synchronisation is broken. Emulated only.
 #include <gtest/gtest.h>
 
-#include <array>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
-#include <vector>
 
-#include "core/numeric.h"
-#include "cpu/reference.h"
 #include "runtime/backward_gpu.h"
-#include "runtime/source.h"
-#include "tests/explained.h"
-#include "tests/jit/jit_support.h"
-#include "tests/support.h"
+#include "tests/gpu/backward_bench.h"
 
 namespace fovea::tests {
 namespace {
 
 using core::BwdConfig;
 using core::int32;
-using core::int64;
-using core::uint16;
 using core::uint64;
 using nlohmann::json;
-using runtime::Device;
-using runtime::DeviceAddress;
-using runtime::DeviceBuffer;
 using runtime::EmulationOptions;
 
-// An emulated chip that keeps the report of the launch whose kernel has the most to do, and may
-// change a kernel's text before it is loaded.
-class Watched : public Device {
- public:
-  Watched(const std::string& name, const EmulationOptions& options)
-      : device_(runtime::open_device(name, options)) {}
-
-  std::function<std::string(std::string)> change = [](std::string text) { return text; };
-  json largest;
-
-  const runtime::DeviceProperties& properties() const override { return device_->properties(); }
-  DeviceAddress allocate(std::size_t bytes) override { return device_->allocate(bytes); }
-  void free(DeviceAddress address) noexcept override { device_->free(address); }
-  bool reaches(DeviceAddress address) const override { return device_->reaches(address); }
-  void copy_to_device(DeviceAddress target, const void* source, std::size_t bytes,
-                      runtime::Stream stream) override {
-    device_->copy_to_device(target, source, bytes, stream);
-  }
-  void copy_to_host(void* target, DeviceAddress source, std::size_t bytes,
-                    runtime::Stream stream) override {
-    device_->copy_to_host(target, source, bytes, stream);
-  }
-  void copy(DeviceAddress target, DeviceAddress source, std::size_t bytes,
-            runtime::Stream stream) override {
-    device_->copy(target, source, bytes, stream);
-  }
-  void fill(DeviceAddress target, std::uint8_t byte, std::size_t bytes,
-            runtime::Stream stream) override {
-    device_->fill(target, byte, bytes, stream);
-  }
-  std::shared_ptr<runtime::Kernel> load(std::string_view image, std::string_view entry) override {
-    return device_->load(change(std::string(image)), entry);
-  }
-  void launch(runtime::Kernel& kernel, const runtime::LaunchConfig& config,
-              std::span<const std::byte> parameters, runtime::Stream stream) override {
-    device_->launch(kernel, config, parameters, stream);
-    json report = json::parse(device_->report(true));
-    if (report["total"]["tensor_flops_f16"].get<uint64>() > 0) largest = std::move(report);
-  }
-  core::TensorMap encode_tensor_map(const runtime::TensorMapSpec& spec) override {
-    return device_->encode_tensor_map(spec);
-  }
-  runtime::Stream create_stream() override { return device_->create_stream(); }
-  void destroy(runtime::Stream stream) noexcept override { device_->destroy(stream); }
-  void synchronize(runtime::Stream stream) override { device_->synchronize(stream); }
-  void synchronize() override { device_->synchronize(); }
-  runtime::Event create_event() override { return device_->create_event(); }
-  void destroy(runtime::Event event) noexcept override { device_->destroy(event); }
-  void record(runtime::Event event, runtime::Stream stream) override {
-    device_->record(event, stream);
-  }
-  void wait(runtime::Stream stream, runtime::Event event) override { device_->wait(stream, event); }
-  float elapsed_ms(runtime::Event begin, runtime::Event end) override {
-    return device_->elapsed_ms(begin, end);
-  }
-  std::string report(bool as_json) const override { return device_->report(as_json); }
-  void set_emulation(const EmulationOptions& options) override { device_->set_emulation(options); }
-
- private:
-  std::unique_ptr<Device> device_;
-};
-
-struct Shape {
-  int64 seqlen_q = 200;
-  int64 seqlen_k = 300;
-  int32 head_dim = 128;
-  int32 head_dim_v = 128;
-  core::Window window = {};
-};
-
-// Normal inputs in bf16, one batch and head, with out and lse of the oracle.
-class Inputs {
- public:
-  explicit Inputs(const Shape& s) {
-    test::Random random(7);
-    const auto fill = [&](core::View& view, std::vector<uint16>& values, int64 rows, int32 width) {
-      for (int64 i = 0; i < rows * width; ++i) {
-        values.push_back(core::float_to_bf16(static_cast<float>(random.normal())));
-      }
-      view = {values.data(), core::DType::bf16, {rows * width, width, width, 1}};
-    };
-    core::Problem& p = problem;
-    p.batch = p.heads_q = p.heads_kv = 1;
-    p.seqlen_q = s.seqlen_q;
-    p.seqlen_k = s.seqlen_k;
-    p.head_dim = s.head_dim;
-    p.head_dim_v = s.head_dim_v;
-    p.window = s.window;
-    p.deterministic = true;
-    p.softmax_scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim));
-    fill(p.q, q, s.seqlen_q, s.head_dim);
-    fill(p.k, k, s.seqlen_k, s.head_dim);
-    fill(p.v, v, s.seqlen_k, s.head_dim_v);
-    fill(gradients.dout, dout, s.seqlen_q, s.head_dim_v);
-    p.out = gradients.dout;
-    p.lse = {nullptr, core::DType::f32, {s.seqlen_q, s.seqlen_q, 1, 0}};
-    gradients.dq = p.q;
-    gradients.dk = p.k;
-    gradients.dv = p.v;
-    gradients.rows_k = s.seqlen_k;
-    const cpu::ReferenceResult forward = cpu::reference_forward(p);
-    for (const double x : forward.out) out.push_back(core::float_to_bf16(static_cast<float>(x)));
-    lse.assign(forward.lse.begin(), forward.lse.end());
-  }
-
-  core::Problem problem;
-  core::Gradients gradients;
-  std::vector<uint16> q, k, v, out, dout;
-  std::vector<float> lse;
-};
-
-using Gradients = std::array<std::vector<uint16>, 3>;  // dq, dk, dv
-
-// Throws DeviceError for every fault that the emulator finds.
-Gradients run(Device& device, const Inputs& inputs, const BwdConfig& config) {
-  std::vector<DeviceBuffer> buffers;
-  const auto upload = [&](core::View& view, const auto& values) {
-    buffers.emplace_back(device, values.size() * sizeof(values[0]));
-    device.copy_to_device(buffers.back().address(), values.data(),
-                          values.size() * sizeof(values[0]));
-    view.data = reinterpret_cast<void*>(buffers.back().address());
-  };
-  runtime::BackwardCall call;
-  call.problem = inputs.problem;
-  call.gradients = inputs.gradients;
-  upload(call.problem.q, inputs.q);
-  upload(call.problem.k, inputs.k);
-  upload(call.problem.v, inputs.v);
-  upload(call.problem.out, inputs.out);
-  upload(call.problem.lse, inputs.lse);
-  upload(call.gradients.dout, inputs.dout);
-  upload(call.gradients.dq, inputs.q);
-  upload(call.gradients.dk, inputs.k);
-  upload(call.gradients.dv, inputs.v);
-  const std::size_t bytes = runtime::backward_workspace_bytes(call, config, device.properties());
-  const DeviceBuffer workspace(device, bytes);
-  call.workspace = workspace.address();
-  runtime::BackwardKernels(device, config, call.gradients).run(call);
-  Gradients result{inputs.q, inputs.k, inputs.v};
-  const core::View* views[3] = {&call.gradients.dq, &call.gradients.dk, &call.gradients.dv};
-  for (std::size_t i = 0; i < 3; ++i) {
-    device.copy_to_host(result[i].data(), reinterpret_cast<DeviceAddress>(views[i]->data),
-                        result[i].size() * 2);
-  }
-  device.synchronize();
-  return result;
+GradientBits run(const BackwardInputs& inputs, const BwdConfig& config,
+                 const EmulationOptions& options) {
+  WatchedDevice device("emulated:sm_100a", options);
+  return run_backward(device, inputs, config);
 }
 
-Gradients run(const Inputs& inputs, const BwdConfig& config, const EmulationOptions& options) {
-  Watched device("emulated:sm_100a", options);
-  return run(device, inputs, config);
-}
-
-BwdConfig configure(const Inputs& inputs, bool pair, std::string_view arch = "sm_100a") {
+BwdConfig configure(const BackwardInputs& inputs, bool pair, std::string_view arch = "sm_100a") {
   BwdConfig config = runtime::choose_backward(inputs.problem, inputs.gradients, arch);
   config.pair = pair;
   return config;
@@ -198,17 +37,17 @@ BwdConfig configure(const Inputs& inputs, bool pair, std::string_view arch = "sm
 
 struct SeedCase {
   const char* name;
-  Shape shape;
+  BackwardShape shape;
   bool pair = false;
 };
 
 class BackwardSeeds : public testing::TestWithParam<SeedCase> {};
 
 TEST_P(BackwardSeeds, DoNotChangeABit) {
-  const Inputs inputs(GetParam().shape);
+  const BackwardInputs inputs(GetParam().shape);
   const BwdConfig config = configure(inputs, GetParam().pair);
   using Order = EmulationOptions::Order;
-  const Gradients eager = run(inputs, config, {.ordered_sums = true});
+  const GradientBits eager = run(inputs, config, {.ordered_sums = true});
   EXPECT_EQ(run(inputs, config, {.order = Order::lazy, .ordered_sums = true}), eager);
   for (uint64 seed = 1; seed <= 6; ++seed) {
     EXPECT_EQ(run(inputs, config, {.order = Order::random, .seed = seed, .ordered_sums = true}),
@@ -228,11 +67,11 @@ INSTANTIATE_TEST_SUITE_P(
 // The fast form counts on products being executed in the order of issue. Where only the manual's
 // order holds, it overwrites what another product reads.
 TEST(BackwardIssueOrder, IsCountedOnOnlyWhereTheConfigurationSaysSo) {
-  const Inputs inputs({.seqlen_q = 300, .seqlen_k = 256});
+  const BackwardInputs inputs({.seqlen_q = 300, .seqlen_k = 256});
   for (const bool pair : {false, true}) {
     BwdConfig config = configure(inputs, pair);
     EXPECT_FALSE(config.issue_order);
-    const Gradients safe = run(inputs, config, {});
+    const GradientBits safe = run(inputs, config, {});
     config.issue_order = true;
     const auto order = EmulationOptions::Order::random;
     EXPECT_EQ(run(inputs, config, {.order = order, .seed = 3, .in_order_tensor = true}), safe);
@@ -256,13 +95,13 @@ Counts difference(const json& more, const json& less, double tiles) {
 Counts count_tile(const std::string& arch, int32 head_dim, bool pair) {
   json reports[2];
   for (const int i : {0, 1}) {
-    Inputs inputs({.seqlen_q = 256 + 128 * i,
-                   .seqlen_k = 256,
-                   .head_dim = head_dim,
-                   .head_dim_v = head_dim == 192 ? 128 : head_dim});
+    BackwardInputs inputs({.seqlen_q = 256 + 128 * i,
+                           .seqlen_k = 256,
+                           .head_dim = head_dim,
+                           .head_dim_v = head_dim == 192 ? 128 : head_dim});
     inputs.problem.deterministic = false;
-    Watched device("emulated:" + arch, {.checks = false});
-    static_cast<void>(run(device, inputs, configure(inputs, pair, arch)));
+    WatchedDevice device("emulated:" + arch, {.checks = false});
+    static_cast<void>(run_backward(device, inputs, configure(inputs, pair, arch)));
     reports[i] = device.largest;
   }
   return difference(reports[1], reports[0], 2.0);
@@ -363,36 +202,6 @@ TEST(BackwardCounts, KeepTheBudgetAndTheDistances) {
 
 // ---- Fault injection ----------------------------------------------------------------------------
 
-// Runs a text in place of the main kernel's; true where the emulator has something to say.
-bool objects(const Inputs& inputs, const BwdConfig& config, const std::string& text,
-             EmulationOptions::Order order, Gradients& result) {
-  Watched device("emulated:sm_100a",
-                 {.order = order, .seed = 2, .ordered_sums = config.deterministic});
-  device.change = [&](std::string image) {
-    return image.find("tcgen05.mma") != std::string::npos ? text : image;
-  };
-  try {
-    result = run(device, inputs, config);
-  } catch (const runtime::DeviceError&) {
-    return true;
-  }
-  return false;
-}
-
-FaultOutcome outcome_of(const Inputs& inputs, const BwdConfig& config, const Mutant& mutant,
-                        const Gradients& right) {
-  using Order = EmulationOptions::Order;
-  Gradients result;
-  bool wrong = false;
-  for (const Order order : {Order::lazy, Order::random, Order::eager}) {
-    if (objects(inputs, config, mutant.ptx, order, result)) return FaultOutcome::reported;
-    wrong = wrong || result != right;
-  }
-  if (wrong) return FaultOutcome::wrong;
-  return objects(inputs, config, mutant.trapped, Order::lazy, result) ? FaultOutcome::unnoticed
-                                                                      : FaultOutcome::unreached;
-}
-
 constexpr Explained harmless[] = {
     {"barrier: warp", "no lane falls a phase", "the emulator runs the lanes of a warp together"},
     {"barrier: warp", "before the aligned barrier",
@@ -407,43 +216,25 @@ constexpr Explained harmless[] = {
 struct FaultCase {
   const char* name;
   bool pair, turns;
-  Shape shape;
+  BackwardShape shape;
 };
 
 class BackwardFaults : public testing::TestWithParam<FaultCase> {};
 
 TEST_P(BackwardFaults, AreReported) {
-  Inputs inputs(GetParam().shape);
+  BackwardInputs inputs(GetParam().shape);
   inputs.problem.deterministic = GetParam().turns;
-  const BwdConfig config = configure(inputs, GetParam().pair);
-  std::string text;
-  Watched device("emulated:sm_100a", {});
-  device.change = [&](std::string image) {
-    if (image.find("tcgen05.mma") != std::string::npos) text = image;
-    return image;
-  };
-  const Gradients right = run(device, inputs, config);
-  const auto mutants =
-      mutants_of(text, runtime::kernel_name(backward_text(config, runtime::BackwardPart::main)));
+  const BackwardRun run{GetParam().shape};
+  const BackwardFaultBench bench("emulated:sm_100a", configure(inputs, GetParam().pair), {&run, 1});
   // Every so many of them: all take minutes. FOVEA_TEST_SAMPLE=1 is all.
   const char* sample = std::getenv("FOVEA_TEST_SAMPLE");
   const std::size_t stride = sample != nullptr ? std::stoul(sample) : 9;
-  FaultTable table;
-  for (std::size_t i = 3; i < mutants.size(); i += stride) {
-    const FaultOutcome outcome = outcome_of(inputs, config, mutants[i], right);
-    const char* reason = explanation(mutants[i], harmless);
-    table.add(mutants[i].kind, outcome, reason != nullptr);
-    if (outcome == FaultOutcome::reported) continue;
-    std::printf("%s: line %d [%s] %s%s%s\n", name(outcome), mutants[i].line,
-                mutants[i].kind.c_str(), mutants[i].where.c_str(), reason != nullptr ? ": " : "",
-                reason != nullptr ? reason : "");
-  }
-  std::printf("%zu in all; of these\n%s", mutants.size(), table.text().c_str());
-  EXPECT_EQ(table.all().wrong_only, 0) << "a wrong result must not pass unreported";
-  EXPECT_EQ(table.all().reported + table.all().explained, table.all().total);
+  const FaultTable::Row all = bench.break_kernel(stride, harmless).all();
+  EXPECT_EQ(all.wrong_only, 0) << "a wrong result must not pass unreported";
+  EXPECT_EQ(all.reported + all.explained, all.total);
   // Of a sample of few, one may be a good part.
   const int floor = stride == 1 ? 95 : 75;
-  EXPECT_GE(100 * table.all().reported, floor * table.all().total);
+  EXPECT_GE(100 * all.reported, floor * all.total);
 }
 
 // Rings go round; rows and keys end inside tiles, so that the clearing of them can be broken. In

@@ -1,0 +1,168 @@
+// Fault injection into Hopper's backward kernel: waits, arrivals, fences and barriers broken once
+// each, and run by the emulator, every so many of them, or all (FOVEA_ALL_FAULTS=1). Prints a
+// table, and every fault that goes unnoticed.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "runtime/backward_gpu.h"
+#include "tests/gpu/backward_bench.h"
+
+namespace fovea::tests {
+namespace {
+
+// Which of the kernel's waits and fences stand for each other, too: docs/kernels/bwd_sm90.md.
+constexpr Explained harmless[] = {
+    {"barrier: warp", "__syncwarp();", "the emulator runs the lanes of a warp together"},
+    {"commit: bulk", "bulk_commit();", "the commit of the next unit takes it along"},
+    {"commit: wgmma", "issue_gradient(dv, weights, this->dout_tile());",
+     "the next commit takes it along; dout is given back before q, which the loader waits for "
+     "first"},
+    {"fence: proxy", "pass_turn(number);",
+     "the wait shows the sums to this thread, and who takes the turn fences"},
+    {"fence: proxy", "publish_cleared();", "what is cleared later is fenced, or there is nothing"},
+    {"barrier", "publish_cleared();", "the clearing of rows follows"},
+    {"fence: wgmma", "issue_dp(dscores);", "of dP nothing is written since the fence before S"},
+    {"fence: wgmma", "issue_dv(weights);", "the fence before dP comes behind the weights"},
+    {"fence: wgmma", "this->publish_scores();", "the fence before dv comes behind dS"},
+    {"fence: wgmma", "mbarrier_arrive(plan.scores_ring.full",
+     "the fence before dv comes behind dS"},
+    {"fence: wgmma", "issue_gradient(dv, this->weights_tile()",
+     "both operands are in shared memory, and the sums not touched since the last fence"},
+    {"fence: wgmma", "issue_gradient(dk, this->dscores_tile()",
+     "both operands are in shared memory, and the sums not touched since the last fence"},
+    {"fence: wgmma", "issue_dq(dq);",
+     "both operands are in shared memory, and the sums not written since the last fence"},
+    {"fence: wgmma", "find_scores(at.head, at.block, q, dout);",
+     "of dP nothing is written since the fence before S"},
+    {"fence: wgmma", "issue(dq, 1);",
+     "the emulator sees sums that are written in between, not those that are read"},
+    {"wait: bulk", "BwdAdd<C>{plan, params}.run();",
+     "the emulator keeps the memory of a CTA that has ended"},
+    {"wait: bulk", "if (adds) bulk_wait<0>();",
+     "the emulator keeps the memory of a CTA that has ended"},
+    {"wait: bulk", "if (adds) bulk_wait_read<0>();", "passing the turn has waited for more"},
+    {"wait: bulk", "bulk_wait_read<1>();",
+     "the other warpgroup has waited for its later unit, and both have met"},
+    {"wait: mbarrier", "this->add_dq(dq, j);",
+     "the other warpgroup has waited for its later unit, and both have met"},
+    {"wait: mbarrier", "this->clear_unseen_rows(at.block);",
+     "the second warpgroup has no row to clear"},
+    {"wait: mbarrier", "plan.scores_ring.wait_free(this->q_state);",
+     "q of this step was asked for when dq had read those scores"},
+    {"wait: mbarrier", "if constexpr (!together) issue_dp(dscores);", "delta has been waited for"},
+    {"wait: mbarrier", "plan.scores_ring.wait_free(other);",
+     "dq is made in order: the wait for the last scores is one for those before"},
+    {"wait: mbarrier", "BwdDq<C>{plan, params}.run();",
+     "the scores that dq is made of were made of these keys"},
+    {"wait: mbarrier", "if (loads) load.publish();", "the first use of the ring"},
+    {"wait: mbarrier", "load.publish();",
+     "the computing warps have handed over scores of the block behind it"},
+    {"wait: mbarrier", "if (loads) load.load_keys();",
+     "the computing warps have handed over the last scores of these keys"},
+    {"wait: mbarrier", "load_rows(plan.q_ring, q_state",
+     "the wait for the memory of keys is one for all rows that met them"},
+    {"wait: mbarrier", "load_rows(plan.dout_ring, dout_state",
+     "dout's ring is as deep as q's, and given back earlier"},
+    {"wait: wgmma", "wgmma_wait<1>();",
+     "dout is given back before q, which the loader waits for first"},
+};
+
+struct FaultCase {
+  const char* name;
+  bool turns;
+  bool apart;  // dq has a warpgroup of its own
+  std::vector<BackwardRun> runs;
+};
+
+class HopperBackwardFaults : public testing::TestWithParam<FaultCase> {};
+
+TEST_P(HopperBackwardFaults, AreReported) {
+  const FaultCase& tested = GetParam();
+  BackwardInputs inputs(tested.runs[0].shape);
+  inputs.problem.deterministic = tested.turns;
+  core::BwdConfig config = runtime::choose_backward(inputs.problem, inputs.gradients, "sm_90a");
+  config.dq_apart = tested.apart;
+  const BackwardFaultBench bench("emulated:sm_90a", config, tested.runs);
+  const bool every = std::getenv("FOVEA_ALL_FAULTS") != nullptr;
+  const FaultTable::Row all = bench.break_kernel(every ? 1 : 12, harmless).all();
+  EXPECT_EQ(all.wrong_only, 0) << "a wrong result must not pass unreported";
+  EXPECT_EQ(all.reported + all.explained, all.total);
+  EXPECT_GT(all.total, 5);
+  // A sixth of all are meetings of a warp's lanes, and a sample of few may be less lucky.
+  EXPECT_GE(100 * all.reported, (every ? 70 : 50) * all.total);
+}
+
+constexpr core::Window causal = {-1, 0};
+
+// On a chip of one multiprocessor all blocks of keys fall to one CTA, so that every ring goes round
+// from block to block; on two, CTAs take turns. Rows and keys end inside tiles, so that the
+// clearing of them can be broken. Without turns no more than two blocks of keys add to a row.
+INSTANTIATE_TEST_SUITE_P(
+    Forms, HopperBackwardFaults,
+    testing::Values(
+        FaultCase{"d128_turns",
+                  true,
+                  false,
+                  {{{.seqlen_q = 200, .seqlen_k = 300, .window = causal}, 1},
+                   {{.seqlen_q = 128, .seqlen_k = 576, .window = causal}, 1},
+                   {{.seqlen_q = 200, .seqlen_k = 300, .window = causal}, 2}}},
+        FaultCase{"d128",
+                  false,
+                  false,
+                  {{{.seqlen_q = 170, .seqlen_k = 200, .heads = 2}, 1},
+                   {{.seqlen_q = 100, .seqlen_k = 250, .heads = 2}, 1}}},
+        FaultCase{"d64_turns",
+                  true,
+                  false,
+                  {{{.seqlen_q = 300, .seqlen_k = 300, .head_dim = 64, .head_dim_v = 64}, 1},
+                   {{.seqlen_q = 100, .seqlen_k = 600, .head_dim = 64, .head_dim_v = 64}, 1},
+                   {{.seqlen_q = 300, .seqlen_k = 300, .head_dim = 64, .head_dim_v = 64}, 2}}},
+        FaultCase{"d64_apart_turns",
+                  true,
+                  true,
+                  {{{.seqlen_q = 300, .seqlen_k = 300, .head_dim = 64, .head_dim_v = 64}, 1},
+                   {{.seqlen_q = 100, .seqlen_k = 600, .head_dim = 64, .head_dim_v = 64}, 1},
+                   {{.seqlen_q = 300, .seqlen_k = 300, .head_dim = 64, .head_dim_v = 64}, 2}}},
+        FaultCase{"d64_apart",
+                  false,
+                  true,
+                  {{{.seqlen_q = 300,
+                     .seqlen_k = 200,
+                     .head_dim = 64,
+                     .head_dim_v = 64,
+                     .window = causal,
+                     .heads = 2},
+                    1},
+                   {{.seqlen_q = 100,
+                     .seqlen_k = 250,
+                     .head_dim = 64,
+                     .head_dim_v = 64,
+                     .window = causal,
+                     .heads = 2},
+                    1}}},
+        FaultCase{"d192_turns",
+                  true,
+                  false,
+                  {{{.seqlen_q = 140, .seqlen_k = 150, .head_dim = 192}, 1},
+                   {{.seqlen_q = 60, .seqlen_k = 330, .head_dim = 192}, 1},
+                   {{.seqlen_q = 140, .seqlen_k = 150, .head_dim = 192}, 2}}},
+        FaultCase{"d192",
+                  false,
+                  false,
+                  {{{.seqlen_q = 140, .seqlen_k = 100, .head_dim = 192, .heads = 2}, 1},
+                   {{.seqlen_q = 60, .seqlen_k = 120, .head_dim = 192, .heads = 2}, 1}}},
+        FaultCase{
+            "d256",
+            false,
+            false,
+            {{{.seqlen_q = 140, .seqlen_k = 100, .head_dim = 256, .head_dim_v = 256, .heads = 2},
+              1},
+             {{.seqlen_q = 60, .seqlen_k = 120, .head_dim = 256, .head_dim_v = 256, .heads = 2},
+              1}}}),
+    [](const auto& tested) { return std::string(tested.param.name); });
+
+}  // namespace
+}  // namespace fovea::tests
