@@ -203,6 +203,9 @@ typedef struct fovea_quantized {
   fovea_tensor k, v;
   fovea_tensor key_scale;
   fovea_tensor k_scale, v_scale;
+  fovea_lengths block_table; /* of a plan for pages, as the next two: where keys go */
+  int64_t block_table_columns;
+  fovea_lengths first_keys; /* multiples of 32; none: all 0 */
 } fovea_quantized;
 
 typedef struct fovea_quantize_plan fovea_quantize_plan;
@@ -214,6 +217,11 @@ fovea_status fovea_quantize_plan_create(const fovea_problem* problem,
                                         const fovea_quantization* quantization,
                                         fovea_value_layout values, const fovea_options* options,
                                         fovea_quantize_plan** plan);
+/* Keys and values go to a pool of pages of page_size keys, a multiple of 32: fovea::PagePool. */
+fovea_status fovea_quantize_plan_create_pages(const fovea_problem* problem,
+                                              const fovea_quantization* quantization, int64_t pages,
+                                              int64_t page_size, const fovea_options* options,
+                                              fovea_quantize_plan** plan);
 void fovea_quantize_plan_destroy(fovea_quantize_plan* plan);
 fovea_status fovea_quantize_plan_workspace_bytes(const fovea_quantize_plan* plan, size_t* bytes);
 

@@ -109,7 +109,7 @@ struct Problem {
   Tensor bias, mask, sink, alibi;
   Tensor q_scale, k_scale, v_scale;
   // Of k and v as a QuantizePlan writes them (fovea/fp8.hpp): scales of both, in the form that the
-  // kernels read; v is then (B, Hkv, Dv, keys), transposed.
+  // kernels read; v is then (B, Hkv, Dv, keys), transposed, or (pages, Hkv, Dv, page_size).
   Tensor key_scale;
 
   std::span<const std::int32_t> cu_seqlens_q;  // B + 1 entries, from 0, not decreasing

@@ -28,6 +28,17 @@ struct Quantized {
   Tensor k;                 // likewise
   Tensor v, key_scale;      // ValueLayout::transposed
   Tensor k_scale, v_scale;  // ValueLayout::rows; v then is as Problem has it
+  // Of a plan for pages, with k and v: where keys go. Key j of sequence b goes to key
+  // first_keys[b] + j of its row of page numbers; lists lie where the problem's do.
+  std::span<const std::int32_t> block_table;  // B rows of block_table_columns
+  std::int64_t block_table_columns = 0;
+  std::span<const std::int32_t> first_keys;  // B entries, multiples of 32; empty: all 0
+};
+
+// A pool of pages that hold keys and values in eight bits.
+struct PagePool {
+  std::int64_t pages = 0;
+  std::int64_t page_size = 0;  // keys of a page, a multiple of 32
 };
 
 // transposed: as the kernels read it, so that nothing stands in front of them. rows: codes of the
@@ -57,11 +68,28 @@ class QuantizePlan {
   std::shared_ptr<const Choice> choice_;
 };
 
-// q, k and v must be f32, bf16 or f16 with head dimensions up to 256, and not paged. Host memory is
-// quantised on the CPU, device memory on a GPU. Throws Error or Unsupported.
+// q, k and v must be f32, bf16 or f16 with head dimensions up to 256, and not in pages. Host memory
+// is quantised on the CPU, device memory on a GPU. Throws Error or Unsupported.
 [[nodiscard]] QuantizePlan plan_quantize(const Problem& problem, const Quantization& quantization,
                                          ValueLayout values = ValueLayout::transposed,
                                          const Options& options = {});
+
+// A cache in pages that Hopper's kernel reads where they are. The operands of the plan are the
+// pool, k (pages, page_size, Hkv, D), v (pages, Hkv, Dv, page_size) and key_scale; those of a
+// problem whose k and v are `pages` dense sequences of page_size keys would be the same. run()
+// writes blocks of 32 keys, those of the problem's keys and no other: the last block of a sequence
+// may be short, and is written whole, with zeros behind. To append, a caller keeps the keys of a
+// last short block in 16 bits and has the block written again, from its beginning, whenever keys
+// join it. Two sequences may share pages to read, but in one run no two may write to one block.
+//
+//   codes.block_table = table; codes.first_keys = blocks;     // where the keys of this step go
+//   quantizer.run(step, codes, workspace);
+//   problem.block_table = table; problem.seqused_k = lengths; // of all keys so far
+//   fovea::attention(fovea::attend(problem, codes));
+//
+// A rotary embedding turns key j of sequence b as key first_keys[b] + j.
+[[nodiscard]] QuantizePlan plan_quantize(const Problem& problem, const Quantization& quantization,
+                                         const PagePool& pool, const Options& options = {});
 
 // The problem with these operands, all of which have data, in place of its q, k and v.
 [[nodiscard]] Problem attend(Problem problem, const Quantized& operands);

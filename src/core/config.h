@@ -63,8 +63,9 @@ struct FwdConfig {
   bool overlap = true;          // scores of a tile and weights x values of the one before in flight
   bool short_first = true;      // rows that see half of their first block take that half alone
   bool q_in_registers = false;  // 8 bits: q is read from shared memory once a tile, not a block
-  int32 promote = 0;   // fp8: key tiles summed by the tensor cores alone (core/fp8.h); 0: all
-  bool trace = false;  // one CTA writes a timeline
+  int32 promote = 0;    // fp8: key tiles summed by the tensor cores alone (core/fp8.h); 0: all
+  int32 page_keys = 0;  // fp8, paged: keys of a copy, which divide page and tile: 32, 64 or 128
+  bool trace = false;   // one CTA writes a timeline
   bool operator==(const FwdConfig&) const = default;
 };
 

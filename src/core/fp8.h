@@ -19,6 +19,9 @@
 // s, whose first row is r, has its first block at block_offset(r, s) and its first key of the
 // transposed v at 32 times that.
 //
+// Pages of a multiple of 32 keys are the batch of k, v and key scales: whole blocks, read where
+// they are. Which of them hold a sequence's keys, its block table says.
+//
 // Incoherent processing (FlashAttention-3, section 3.3; QuIP): q and k are multiplied by random
 // signs and a Hadamard matrix, which cancels in q k^T and spreads outliers over all columns.
 #pragma once
@@ -101,6 +104,33 @@ constexpr DType code_type(DType operand, const QuantizeOptions& options) {
   return is_eight_bit(operand) ? operand : options.to;
 }
 
+// Where quantised keys go among pages: those of sequence b from its key first_keys[b], a multiple
+// of 32, on (from 0 without a list). Lists lie where the quantiser computes.
+struct PageTarget {
+  const int32* block_table = nullptr;
+  int64 block_table_stride = 0;
+  const int32* first_keys = nullptr;
+  int32 page_size = 0;  // a multiple of 32; 0: no pages
+
+  constexpr explicit operator bool() const { return page_size > 0; }
+  constexpr int64 first_key(int64 b) const { return first_keys != nullptr ? first_keys[b] : 0; }
+  constexpr int64 page(int64 b, int64 key) const {
+    return block_table[b * block_table_stride + key / page_size];
+  }
+};
+
+// k and v are pages as a quantiser writes them.
+constexpr bool has_quantized_pages(const Problem& p) { return p.is_paged() && p.v_transposed; }
+
+// The pages of a problem as sequences of keys, which is how they lie in memory.
+constexpr Problem pages_as_sequences(Problem p) {
+  p.batch = p.pages;
+  p.seqlen_k = p.page_size;
+  p.block_table = p.seqused_k = nullptr;
+  p.page_size = 0;
+  return p;
+}
+
 // Element of a tensor of scales: sequence b, whose blocks begin with first_block, any row.
 constexpr int64 scale_offset(const View& scale, int64 b, int64 head, int64 first_block, int64 row) {
   return scale.offset(b, head, first_block + row / scale_block);
@@ -113,13 +143,24 @@ constexpr int64 first_block_k(const Problem& p, const Sequence& s, int64 b) {
   return p.is_varlen_k() ? block_offset(static_cast<int32>(s.row_k), static_cast<int32>(b)) : 0;
 }
 
+// Element of the scales of k or v.
+constexpr int64 key_scale_offset(const Problem& p, const View& scale, const Sequence& s, int64 b,
+                                 int64 key, int64 head) {
+  if (has_quantized_pages(p)) {
+    const int64 page = p.block_table[b * p.block_table_stride + key / p.page_size];
+    return scale_offset(scale, page, head, 0, key % p.page_size);
+  }
+  return scale_offset(scale, b, head, first_block_k(p, s, b), key);
+}
+
 // Element offset of a row of v, whose columns are v.stride[3] apart. Of a transposed v, "rows" of
 // the view are places of keys.
 constexpr int64 value_offset(const Problem& p, const Sequence& s, int64 b, int64 key, int64 head) {
   if (!p.v_transposed) return key_offset(p, p.v, s, b, key, head);
-  const int64 first = first_block_k(p, s, b) * scale_block;
-  return p.v.offset(s.batch_k, first + key / 16 * 16 + value_slot(static_cast<int32>(key % 16)),
-                    head);
+  const int64 place = key / 16 * 16 + value_slot(static_cast<int32>(key % 16));
+  // Within a block of 16: in the page of the key.
+  if (p.is_paged()) return key_offset(p, p.v, s, b, place, head);
+  return p.v.offset(s.batch_k, first_block_k(p, s, b) * scale_block + place, head);
 }
 
 // ---- Extents ------------------------------------------------------------------------------------
@@ -183,6 +224,7 @@ struct QuantizeConfig {
   bool scaled = false;     // the elements have a scale already
   bool ragged = false;     // cu_seqlens or seqused are given
   bool paged = false;
+  bool to_pages = false;                   // codes and key scales go to pages
   RotaryPairs rotary = RotaryPairs::none;  // of rows; vectors: of the tables, too
   int32 rotary_pairs = 0;
   DType rotary_dtype = DType::f32;  // of the tables
@@ -211,7 +253,7 @@ constexpr int32 quantize_ctas(const QuantizeConfig& c) {
   const int32 elements = c.transpose ? 64 : c.columns / quantize_lanes(c);
   const int32 widened = c.transpose ? 0 : elements;
   const int32 others = c.rotary != RotaryPairs::none ? 80
-                       : c.paged                     ? 64
+                       : c.paged || c.to_pages       ? 64
                        : !c.transpose || !c.vectors  ? 48
                        : size > 1                    ? 40
                                                      : 64;
@@ -235,6 +277,7 @@ struct RotaryParams {
   int32 seqlen_k = 0;
   const int32* cu_seqlens_k = nullptr;
   const int32* seqused_k = nullptr;
+  const int32* first_keys = nullptr;  // PageTarget's
 };
 
 // One of q, k and v. The codes lie as at the top of this file says.
@@ -267,6 +310,7 @@ struct QuantizeParams {
   // Bits of the largest magnitudes, zero before the measuring launch.
   uint32* largest = nullptr;
   int64 largest_stride[2] = {};  // sequence, head; zeros: one for the whole tensor
+  PageTarget target;             // to_pages
 };
 
 // ---- The kernel's view --------------------------------------------------------------------------
@@ -276,9 +320,17 @@ constexpr int32 pattern_bytes(int32 bytes) {
   return bytes % 128 == 0 ? 128 : bytes % 64 == 0 ? 64 : 32;
 }
 
+// Keys of a page that one copy brings: a row of a panel of v, a swizzle's pattern.
+constexpr int32 fp8_page_keys(int32 page_size, int32 tile_k) {
+  const int32 page = pattern_bytes(page_size);
+  const int32 tile = pattern_bytes(tile_k);
+  return page < tile ? page : tile;
+}
+
 // The parameter of the fp8 kernels. Boxes of the maps: q {pattern, rows_of}, k {pattern, tile_k}
 // with pattern = pattern_bytes(head_dim), (head_dim, row, head, batch); v {pattern_bytes(tile_k),
-// head_dim_v}, (key, column, head, batch); out as for 16 bits. k_rows is k.
+// head_dim_v}, (key, column, head, batch); out as for 16 bits. k_rows is k. Pages are the batch of
+// k, v and key scales, in boxes of page_keys keys.
 struct FwdFp8Params : FwdParams {
   const float* q_scale = nullptr;
   int64 q_scale_stride[2] = {};  // batch, head
@@ -286,11 +338,13 @@ struct FwdFp8Params : FwdParams {
   int64 key_scale_stride[2] = {};
 };
 
-// Whether a promoting kernel of two warpgroups, which have 240 registers a thread, keeps its fp32
-// sums there, beside scores, weights and output; else they are in shared memory.
+// Whether a promoting kernel of two warpgroups, which have 240 registers a thread (232 beside a
+// warp that finds pages), keeps its fp32 sums there, beside scores, weights and output; else they
+// are in shared memory.
 constexpr bool fp8_sums_in_registers(const FwdConfig& c) {
   return c.promote > 0 && c.warpgroups == 2 && c.dtype != DType::s8 &&
-         c.transform == ScoreTransform::none && c.tile_k / 2 + c.tile_k / 8 + c.head_dim_v <= 208;
+         c.transform == ScoreTransform::none &&
+         c.tile_k / 2 + c.tile_k / 8 + c.head_dim_v <= consumer_registers(c) - 32;
 }
 // Bytes of the sums in shared memory (device/fwd_fp8_sm90.cuh).
 constexpr int32 fp8_sum_bytes(const FwdConfig& c) {

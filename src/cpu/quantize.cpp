@@ -40,6 +40,8 @@ struct Operand {
   Which which;
   const core::View& view;
   const core::View& scale;
+  core::PageTarget target;  // of keys; queries stand where those do
+  bool to_pages;
   int64 batches;  // of the result
   int64 rows;     // per batch
   int32 heads;
@@ -51,7 +53,8 @@ struct Operand {
   float norm;  // of the rotation: what elements are times it
   DType to;
 
-  Operand(const Problem& problem, const QuantizeOptions& o, const Fp8Layout& l, Which which_one)
+  Operand(const Problem& problem, const QuantizeOptions& o, const Fp8Layout& l, Which which_one,
+          const core::PageTarget& pages = {})
       : p(problem),
         options(o),
         which(which_one),
@@ -61,12 +64,18 @@ struct Operand {
         scale(which == Which::q   ? p.q_scale
               : which == Which::k ? p.k_scale
                                   : p.v_scale),
+        target(pages),
+        to_pages(pages && which != Which::q),
         batches(which == Which::q ? l.batches_q : l.batches_k),
-        rows(which == Which::q ? l.rows_q : l.rows_k),
+        rows(which == Which::q ? l.rows_q
+             : to_pages        ? pages.page_size
+                               : l.rows_k),
         heads(which == Which::q ? l.heads_q : l.heads_kv),
         columns(which == Which::v ? p.head_dim_v : p.head_dim),
         padded(which == Which::v ? p.head_dim_v : l.columns),
-        blocks(which == Which::q ? l.blocks_q : l.blocks_k),
+        blocks(which == Which::q ? l.blocks_q
+               : to_pages        ? pages.page_size / scale_block
+                                 : l.blocks_k),
         turns(o.rotary && which != Which::v && !core::is_eight_bit(view.dtype)),
         rotate(o.rotate && which != Which::v && !core::is_eight_bit(view.dtype)),
         norm(rotate ? core::rotation_norm(core::rotation_block(padded)) : 1.0f),
@@ -93,8 +102,9 @@ Rows rows_of(const Operand& o, int64 index) {
     return {
         s, index, s.batch_q, s.row_q, s.capacity_q, s.length_q, core::first_block_q(o.p, s, index)};
   }
-  const int64 capacity =
+  int64 capacity =
       o.p.is_varlen_k() ? o.p.cu_seqlens_k[index + 1] - o.p.cu_seqlens_k[index] : o.p.seqlen_k;
+  if (o.to_pages) capacity = s.length_k;
   return {s, index, s.batch_k, s.row_k, capacity, s.length_k, core::first_block_k(o.p, s, index)};
 }
 
@@ -109,9 +119,15 @@ int64 offset_of(const Operand& o, const Rows& rows, int64 row, int64 head) {
 // The scale that the block's elements have already.
 float given_scale(const Operand& o, const Rows& rows, int64 head, int64 block) {
   if (!o.scale) return 1.0f;
-  const int64 shared = o.which == Which::q ? o.p.q_scale_heads : 1;
-  return static_cast<const float*>(o.scale.data)[core::scale_offset(
-      o.scale, rows.index, head / shared, rows.first_block, block * scale_block)];
+  const auto* scales = static_cast<const float*>(o.scale.data);
+  const int64 row = block * scale_block;
+  if (o.which == Which::q) {
+    return scales[core::scale_offset(o.scale, rows.index, head / o.p.q_scale_heads,
+                                     rows.first_block, row)];
+  }
+  // Behind a sequence's keys there may be no page.
+  if (core::has_quantized_pages(o.p) && row >= rows.used) return 1.0f;
+  return scales[core::key_scale_offset(o.p, o.scale, rows.sequence, rows.index, row, head)];
 }
 
 // Turns the pairs of a row that stands at `position` (core::Rotary). One product of two is rounded,
@@ -134,9 +150,10 @@ void turn(const core::Rotary& rotary, int64 position, float* x) {
 }
 
 // Position of row 0 of a sequence.
-int64 first_position(const Operand& o, const core::Sequence& s) {
+int64 first_position(const Operand& o, const Rows& rows) {
+  const core::Sequence& s = rows.sequence;
   const int64 before = o.which == Which::q ? s.length_k - s.length_q : 0;
-  return o.options.rotary.first + before;
+  return o.options.rotary.first + o.target.first_key(rows.index) + before;
 }
 
 // Unused rows are zero. Without the rotation's norm, as kernels have it.
@@ -151,8 +168,7 @@ void load_block(const Operand& o, const Rows& rows, int64 head, int64 block,
     for (int32 c = 0; c < o.columns; ++c) {
       x[c] = core::load_element(o.view.data, o.view.dtype, offset + c * o.view.stride[3]);
     }
-    if (o.turns)
-      turn(o.options.rotary, first_position(o, rows.sequence) + block * scale_block + r, x);
+    if (o.turns) turn(o.options.rotary, first_position(o, rows) + block * scale_block + r, x);
     if (!o.rotate) continue;
     for (int32 c = 0; c < o.columns; ++c) x[c] = core::signed_by(signs, c, x[c]);
     for (int32 c = 0; c < o.padded; c += width) core::hadamard(x + c, width);
@@ -239,12 +255,29 @@ void quantize_operand(const Operand& o, int threads, const Store& store) {
   }
 }
 
+// Where a block of rows lies in the result, and its scale.
+struct Place {
+  int64 batch;
+  int64 row;
+  int64 block;  // of the batch and head
+};
+
+Place place_of(const Operand& o, const Rows& rows, int64 block) {
+  if (!o.to_pages) {
+    return {rows.batch, rows.first + block * scale_block, rows.first_block + block};
+  }
+  const int64 key = o.target.first_key(rows.index) + block * scale_block;
+  const int64 row = key % o.rows;
+  return {o.target.page(rows.index, key), row, row / scale_block};
+}
+
 // Codes as rows.
 void store_rows(const Operand& o, const Rows& rows, int64 head, int64 block,
                 const core::CodeScale& code, const Block& x, uint8* codes) {
   const int64 count = std::min<int64>(scale_block, rows.capacity - block * scale_block);
+  const Place place = place_of(o, rows, block);
   for (int64 r = 0; r < count; ++r) {
-    const int64 row = rows.batch * o.rows + rows.first + block * scale_block + r;
+    const int64 row = place.batch * o.rows + place.row + r;
     for (int32 c = 0; c < o.padded; ++c) {
       codes[(row * o.heads + head) * o.padded + c] = code_of(o, x.x[r][c], code.by);
     }
@@ -255,9 +288,10 @@ void store_rows(const Operand& o, const Rows& rows, int64 head, int64 block,
 void store_columns(const Operand& o, const Rows& rows, int64 head, int64 block,
                    const core::CodeScale& code, const Block& x, uint8* codes) {
   const int64 keys = o.blocks * scale_block;
-  const int64 first = (rows.first_block + block) * scale_block;
+  const Place place = place_of(o, rows, block);
   for (int32 c = 0; c < o.columns; ++c) {
-    uint8* column = codes + ((rows.batch * o.heads + head) * o.columns + c) * keys + first;
+    uint8* column =
+        codes + ((place.batch * o.heads + head) * o.columns + c) * keys + place.block * scale_block;
     for (int32 slot = 0; slot < scale_block; ++slot) {
       const int32 key = slot / 16 * 16 + core::value_key(slot % 16);
       column[slot] = code_of(o, x.x[key][c], code.by);
@@ -269,8 +303,9 @@ void store_columns(const Operand& o, const Rows& rows, int64 head, int64 block,
 void store_values(const Operand& o, const Rows& rows, int64 head, int64 block,
                   const core::CodeScale& code, float scale, const Block& x, float* values) {
   const int64 count = std::min<int64>(scale_block, rows.capacity - block * scale_block);
+  const Place place = place_of(o, rows, block);
   for (int64 r = 0; r < count; ++r) {
-    const int64 row = rows.batch * o.rows + rows.first + block * scale_block + r;
+    const int64 row = place.batch * o.rows + place.row + r;
     float* to = values + (row * o.heads + head) * o.padded;
     if (core::is_eight_bit(o.view.dtype)) {
       for (int32 c = 0; c < o.padded; ++c) to[c] = x.x[r][c] * (scale / code.scale);
@@ -282,8 +317,9 @@ void store_values(const Operand& o, const Rows& rows, int64 head, int64 block,
   }
 }
 
-int64 place_of(const Operand& o, const Rows& rows, int64 head, int64 block) {
-  return (rows.batch * o.heads + head) * o.blocks + rows.first_block + block;
+int64 scale_at(const Operand& o, const Rows& rows, int64 head, int64 block) {
+  const Place place = place_of(o, rows, block);
+  return (place.batch * o.heads + head) * o.blocks + place.block;
 }
 
 // Codes as rows, and scales in an array of their own; those of gaps between packed sequences are 1.
@@ -294,7 +330,7 @@ void quantize_as_rows(const Operand& o, uint8* codes, float* scales, int threads
                    [&](const Rows& rows, int64 head, int64 block, const core::CodeScale& code,
                        float scale, const Block& x) {
                      store_rows(o, rows, head, block, code, x, codes);
-                     scales[place_of(o, rows, head, block)] = scale;
+                     scales[scale_at(o, rows, head, block)] = scale;
                    });
 }
 
@@ -303,10 +339,11 @@ void quantize_as_rows(const Operand& o, uint8* codes, float* scales, int threads
 void quantize(const Problem& p, const QuantizeOptions& options, const Fp8Operands& operands,
               int threads) {
   const Fp8Layout l = core::fp8_layout(p);
-  const Operand k(p, options, l, Which::k);
-  const Operand v(p, options, l, Which::v);
-  quantize_as_rows(Operand(p, options, l, Which::q), operands.q, operands.q_scale, threads);
-  if (operands.key_scale != nullptr) {
+  const core::PageTarget& target = operands.target;
+  const Operand k(p, options, l, Which::k, target);
+  const Operand v(p, options, l, Which::v, target);
+  quantize_as_rows(Operand(p, options, l, Which::q, target), operands.q, operands.q_scale, threads);
+  if (operands.key_scale != nullptr && !target) {
     // Gaps between packed sequences and the slack are read, though never used.
     std::fill_n(operands.key_scale, l.key_scale_bytes / int64{sizeof(KeyScale)}, KeyScale{});
   }
@@ -315,7 +352,7 @@ void quantize(const Problem& p, const QuantizeOptions& options, const Fp8Operand
                      [&](const Rows& rows, int64 head, int64 block, const core::CodeScale& code,
                          float scale, const Block& x) {
                        store_rows(k, rows, head, block, code, x, operands.k);
-                       operands.key_scale[place_of(k, rows, head, block)].k = scale;
+                       operands.key_scale[scale_at(k, rows, head, block)].k = scale;
                      });
   }
   if (operands.v != nullptr && operands.key_scale != nullptr) {
@@ -323,7 +360,7 @@ void quantize(const Problem& p, const QuantizeOptions& options, const Fp8Operand
                      [&](const Rows& rows, int64 head, int64 block, const core::CodeScale& code,
                          float scale, const Block& x) {
                        store_columns(v, rows, head, block, code, x, operands.v);
-                       KeyScale& s = operands.key_scale[place_of(v, rows, head, block)];
+                       KeyScale& s = operands.key_scale[scale_at(v, rows, head, block)];
                        s.v_log2 = std::log2(scale);
                        s.v_inverse = 1.0f / scale;
                        s.v = scale;

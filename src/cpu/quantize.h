@@ -16,6 +16,7 @@ struct Fp8Operands {
   core::uint8* v = nullptr;
   float* q_scale = nullptr;
   core::KeyScale* key_scale = nullptr;
+  core::PageTarget target = {};  // k, v and key_scale are pages: of these, used keys are written
 };
 
 // Quantises the problem's q, k and v, of any dtype and strides, paged or not. Rows that no sequence

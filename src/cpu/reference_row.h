@@ -60,19 +60,18 @@ struct KeysAndValues {
     const int64 padded = core::ceil_div(s.length_k, panel_keys) * panel_keys;
     panels.assign(index(padded * p.head_dim), Real{0});
     values.resize(index(s.length_k * p.head_dim_v));
-    const int64 block = core::first_block_k(p, s, b);
     for (int64 key = 0; key < s.length_k; ++key) {
       const int64 offset_k = core::key_offset(p, p.k, s, b, key, head_kv);
       Real* panel = panels.data() + (key / panel_keys) * p.head_dim * panel_keys + key % panel_keys;
       const Real scale_k =
-          scale_at(p.k_scale, core::scale_offset(p.k_scale, b, head_kv, block, key));
+          scale_at(p.k_scale, core::key_scale_offset(p, p.k_scale, s, b, key, head_kv));
       for (int64 d = 0; d < p.head_dim; ++d) {
         panel[d * panel_keys] =
             scale_k * core::load_element(p.k.data, p.k.dtype, offset_k + d * p.k.stride[3]);
       }
       const int64 offset_v = core::value_offset(p, s, b, key, head_kv);
       const Real scale_v =
-          scale_at(p.v_scale, core::scale_offset(p.v_scale, b, head_kv, block, key));
+          scale_at(p.v_scale, core::key_scale_offset(p, p.v_scale, s, b, key, head_kv));
       Real* value = values.data() + key * p.head_dim_v;
       for (int64 d = 0; d < p.head_dim_v; ++d) {
         value[d] = scale_v * core::load_element(p.v.data, p.v.dtype, offset_v + d * p.v.stride[3]);

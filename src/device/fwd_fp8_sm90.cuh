@@ -63,6 +63,7 @@ struct Fp8Compute {
   bool k_is_full, v_is_full;  // known already
   KeyScale scales_ahead[exponentials_bind ? Plan::groups : 1];
 
+  static constexpr bool paged = C.source == Source::paged;
   static constexpr bool integers = C.dtype == DType::s8;
   // Raw scores that stand for zero; transforms take it out.
   static constexpr bool shifted = integers && C.transform == ScoreTransform::none;
@@ -437,9 +438,10 @@ struct Fp8Compute {
     asm volatile("" : "+r"(lane));
     const int64 stride = params.k_rows.stride[1];
     const uint8* keys = reinterpret_cast<const uint8*>(params.k_rows.data) +
-                        tile.batch_k * params.k_rows.stride[0] +
+                        (paged ? 0 : tile.batch_k) * params.k_rows.stride[0] +
                         tile.head_kv * params.k_rows.stride[2] +
-                        (tile.row_k + block * C.tile_k + lane / 4) * stride + 4 * (lane % 4);
+                        ((paged ? 0 : tile.row_k + block * C.tile_k) + lane / 4) * stride +
+                        4 * (lane % 4);
 #pragma unroll 1
     for (int32 d = 0; d < C.head_dim; d += 32) {
       uint32 a[4];
@@ -456,6 +458,10 @@ struct Fp8Compute {
         const uint8* key = keys + d + 16 * half;
 #pragma unroll
         for (int32 n = 0; n < C.tile_k / 8; ++n, key += 8 * stride) {
+          if (paged && n % (C.page_keys / 8) == 0) {
+            const KeyPlace at = find_page(params, tile, block * C.tile_k + 8 * n);
+            key = keys + d + 16 * half + at.page * params.k_rows.stride[0] + at.row * stride;
+          }
           // No instruction: one address and load at a time, since registers are dearer than time.
           asm volatile("" : "+l"(key)::"memory");
           const uint32 codes = *reinterpret_cast<const uint32*>(key);
@@ -982,7 +988,7 @@ __device__ void fwd_fp8(const FwdFp8Params& params) {
   const int32 warp = warp_index();
   if (warp < 4) {
     registers_shrink<core::producer_registers(C)>();
-    if (warp == 0 && elect_one()) Fp8Load<C>{plan, params}.run();
+    if (warp == 0 && (Fp8Load<C>::paged || elect_one())) Fp8Load<C>{plan, params}.run();
   } else {
     registers_grow<core::consumer_registers(C)>();
     Fp8Compute<C>{plan, params, warp / 4 - 1}.run();

@@ -19,9 +19,10 @@ template <FwdConfig C>
 struct Fp8Plan {
   static constexpr int32 rows = core::rows_of(C);
   // q and k: panels of pattern_qk columns, each [row][column]; v: panels of pattern_v keys, each
-  // [column][key].
+  // [column][key]. A copy fills whole rows of a panel: in pages v's are no wider than it.
   static constexpr Swizzle swizzle_qk = pattern_of(C.head_dim);
-  static constexpr Swizzle swizzle_v = pattern_of(C.tile_k);
+  static constexpr Swizzle swizzle_v =
+      pattern_of(C.source == Source::paged ? C.page_keys : C.tile_k);
   static constexpr int32 pattern_qk = static_cast<int32>(swizzle_bytes(swizzle_qk));
   static constexpr int32 pattern_v = static_cast<int32>(swizzle_bytes(swizzle_v));
   static constexpr uint32 q_bytes = rows * C.head_dim;
@@ -68,33 +69,103 @@ struct Fp8Plan {
   static_assert(C.head_dim % 32 == 0 && C.head_dim <= 256);
   static_assert(C.head_dim_v % 16 == 0 && C.head_dim_v <= 256);
   static_assert(C.tile_k % scale_block == 0 && C.tile_k <= 256);
+  static_assert(C.source == Source::tma || (C.source == Source::paged && C.page_keys == pattern_v &&
+                                            C.tile_k % C.page_keys == 0));
   static_assert(!C.tma_out || core::size_bytes(C.out_dtype) == 2);
   static_assert(C.out_apart || !C.tma_out || sum_bytes == 0, "out is staged where the sums were");
   static_assert(C.out_apart || 4 * out_bytes * C.warpgroups <= q_bytes,
                 "out is staged where q was");
 };
 
-// ---- Role: load, one thread ---------------------------------------------------------------------
+// Where a key lies among pages.
+struct KeyPlace {
+  int32 page, row;
+};
+
+__forceinline__ KeyPlace find_page(const FwdFp8Params& params, const FwdTile& tile, int32 key) {
+  const uint32 size = static_cast<uint32>(params.page_size);
+  const uint32 entry = static_cast<uint32>(key) / size;
+  return {params.block_table[tile.sequence * params.block_table_stride + entry],
+          static_cast<int32>(static_cast<uint32>(key) - entry * size)};
+}
+
+// ---- Role: load, one thread; a warp where k and v lie in pages ----------------------------------
 
 template <FwdConfig C>
 struct Fp8Load {
   using Plan = Fp8Plan<C>;
+  static constexpr bool paged = C.source == Source::paged;
+
   Plan& plan;
   const FwdFp8Params& params;
   RingState<C.stages> k_state, v_state;
   RingState<1> q_state;
   RingState<2> tile_state;
 
+  // One thread acts for all. Pages are looked up and copied by a lane each.
+  static __forceinline__ bool leads() { return !paged || lane_index() == 0; }
+
   __forceinline__ void load_q(const FwdTile& tile) {
     plan.q_ring.wait_free(q_state);
-    plan.q_ring.expect(q_state, Plan::q_bytes);
-    const CachePolicy once = cache_policy_evict_first();
+    if (leads()) {
+      plan.q_ring.expect(q_state, Plan::q_bytes);
+      const CachePolicy once = cache_policy_evict_first();
 #pragma unroll
-    for (int32 column = 0; column < C.head_dim; column += Plan::pattern_qk) {
-      tma_load(shared_address(plan.q) + column * Plan::rows, &params.q, plan.q_ring.full[0],
-               {column, tile.row_q + tile.q_begin, tile.head, tile.batch_q}, once);
+      for (int32 column = 0; column < C.head_dim; column += Plan::pattern_qk) {
+        tma_load(shared_address(plan.q) + column * Plan::rows, &params.q, plan.q_ring.full[0],
+                 {column, tile.row_q + tile.q_begin, tile.head, tile.batch_q}, once);
+      }
     }
     q_state.advance();
+  }
+
+  // A lane's keys of a block, which lie in one page and are whole blocks of scales.
+  static __forceinline__ int32 own_keys() { return lane_index() * C.page_keys; }
+  static __forceinline__ bool has_keys() { return own_keys() < C.tile_k; }
+
+  __forceinline__ KeyPlace find_keys(const FwdTile& tile, int32 block) const {
+    if (!has_keys()) return {0, 0};
+    constexpr int32 keys = C.page_keys;
+    // Pieces without a key that is seen repeat the nearest one with: their pages may not exist.
+    const int32 first = tile.key_begin / keys * keys;
+    const int32 last = (tile.key_end - 1) / keys * keys;
+    return find_page(params, tile, min(max(block * C.tile_k + own_keys(), first), last));
+  }
+
+  __forceinline__ void load_k_pages(const FwdTile& tile, const KeyPlace& at) {
+    plan.k_ring.wait_free(k_state);
+    if (leads()) plan.k_ring.expect(k_state, Plan::k_bytes + Plan::scale_bytes);
+    if (has_keys()) {
+      Barrier& full = plan.k_ring.full[k_state.stage];
+      const CachePolicy again = cache_policy_evict_last();
+      const SharedAddress target = shared_address(plan.k[0]) +
+                                   static_cast<uint32>(k_state.stage) * Plan::k_bytes +
+                                   own_keys() * Plan::pattern_qk;
+#pragma unroll
+      for (int32 column = 0; column < C.head_dim; column += Plan::pattern_qk) {
+        tma_load(target + column * C.tile_k, &params.k, full,
+                 {column, at.row, tile.head_kv, at.page}, again);
+      }
+      constexpr uint32 bytes = C.page_keys / scale_block * sizeof(KeyScale);
+      const KeyScale* scales = params.key_scale + at.page * params.key_scale_stride[0] +
+                               tile.head_kv * params.key_scale_stride[1] + at.row / scale_block;
+      bulk_load(shared_address(plan.scales[0]) + Plan::scale_slot(k_state) * Plan::scale_bytes +
+                    static_cast<uint32>(lane_index()) * bytes,
+                scales, bytes, full);
+    }
+    k_state.advance();
+  }
+
+  __forceinline__ void load_v_pages(const FwdTile& tile, const KeyPlace& at) {
+    plan.v_ring.wait_free(v_state);
+    if (leads()) plan.v_ring.expect(v_state, Plan::v_bytes);
+    if (has_keys()) {
+      tma_load(shared_address(plan.v[0]) + static_cast<uint32>(v_state.stage) * Plan::v_bytes +
+                   own_keys() * C.head_dim_v,
+               &params.v, plan.v_ring.full[v_state.stage], {at.row, 0, tile.head_kv, at.page},
+               cache_policy_evict_last());
+    }
+    v_state.advance();
   }
 
   __forceinline__ void load_k(const FwdTile& tile, int32 block) {
@@ -142,15 +213,21 @@ struct Fp8Load {
   // Tells the computing warps which tile comes next.
   __forceinline__ void publish(const FwdTile& tile) {
     plan.tile_ring.wait_free(tile_state);
-    plan.tiles[tile_state.stage] = tile;
-    plan.tile_parity[tile_state.stage] = tile_state.parity;
-    mbarrier_arrive(plan.tile_ring.full[tile_state.stage]);
+    if (leads()) {
+      plan.tiles[tile_state.stage] = tile;
+      plan.tile_parity[tile_state.stage] = tile_state.parity;
+      mbarrier_arrive(plan.tile_ring.full[tile_state.stage]);
+    }
     tile_state.advance();
   }
 
   // Values lag one block behind keys, as the products do. The first keys come before q, whose place
   // is still in use when theirs is free.
   __forceinline__ void load_tile(const FwdTile& tile) {
+    if constexpr (paged) {
+      load_tile_of_pages(tile);
+      return;
+    }
     load_k(tile, tile.end - 1);
     load_q(tile);
     for (int32 block = tile.end - 2; block >= tile.begin; --block) {
@@ -160,9 +237,29 @@ struct Fp8Load {
     load_v(tile, tile.begin);
   }
 
+  // A block's pages are looked up once for keys and values, a block ahead: a division and an access
+  // to memory take as long as a block's products.
+  __forceinline__ void load_tile_of_pages(const FwdTile& tile) {
+    KeyPlace values = find_keys(tile, tile.end - 1);
+    KeyPlace keys = find_keys(tile, tile.end - 2);
+    load_k_pages(tile, values);
+    load_q(tile);
+    for (int32 block = tile.end - 2; block >= tile.begin; --block) {
+      const KeyPlace ahead = find_keys(tile, block - 1);
+      load_k_pages(tile, keys);
+      load_v_pages(tile, values);
+      values = keys;
+      keys = ahead;
+    }
+    load_v_pages(tile, values);
+  }
+
   __forceinline__ int32 next(int32 round) {
     if (params.scheduler == nullptr || round == 0) return tile_index(round);
-    return static_cast<int32>(gridDim.x + atomicAdd(params.scheduler, 1u));
+    uint32 ticket = 0;
+    if (leads()) ticket = atomicAdd(params.scheduler, 1u);
+    if constexpr (paged) ticket = __shfl_sync(0xffffffffu, ticket, 0);
+    return static_cast<int32>(gridDim.x + ticket);
   }
 
   __forceinline__ void run() {
@@ -178,7 +275,7 @@ struct Fp8Load {
     }
     tile.last = 1;
     publish(tile);
-    if (C.persistent && params.scheduler != nullptr) {
+    if (C.persistent && params.scheduler != nullptr && leads()) {
       // The last CTA to ask leaves the counters as it found them.
       if (atomicAdd(params.scheduler + 1, 1u) == gridDim.x - 1) {
         params.scheduler[0] = params.scheduler[1] = 0;

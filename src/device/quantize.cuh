@@ -195,6 +195,9 @@ struct QuantizeRowBlock {
   int32 real_rows;  // that belong to the sequence
   int32 used_rows;  // and count
   int64 position;   // of the first, in tables of the rotary embedding
+  // Where codes and scale go: the first row's place, and the block's.
+  int64 to_batch, to_row;
+  int32 to_block;
 };
 
 template <QuantizeConfig C>
@@ -226,17 +229,53 @@ struct QuantizeBlock {
     rows.batch = rows.sequence = place.batch;
     rows.block = place.tile * blocks + block_of_cta();
     rows.first_row = static_cast<int64>(rows.block) * scale_block;
+    int64 begin = 0;  // of the sequence
     if constexpr (C.ragged) {
-      find_sequence(rows);
+      begin = find_sequence(rows);
     } else {
       rows.real_rows = rows.used_rows = clamp_rows(params.rows - rows.first_row);
       rows.position = rows.first_row + params.rotary.first;
     }
+    if constexpr (C.rotary != RotaryPairs::none) {
+      const int32* const first = params.rotary.first_keys;
+      if (first != nullptr && rows.used_rows > 0) rows.position += first[rows.sequence];
+    }
+    find_target(rows, begin);
     return rows;
   }
 
+  // Of pages, the rows that are used alone are written, since others may have none.
+  __forceinline__ void find_target(QuantizeRowBlock& rows, int64 begin) const {
+    rows.to_batch = rows.batch;
+    rows.to_row = rows.first_row;
+    rows.to_block = rows.block;
+    if constexpr (C.to_pages) {
+      rows.real_rows = rows.used_rows;
+      if (rows.used_rows == 0) return;
+      const core::PageTarget& to = params.target;
+      const auto key = static_cast<uint32>(to.first_key(rows.sequence) + rows.first_row - begin);
+      const uint32 page = key / static_cast<uint32>(to.page_size);
+      const uint32 row = key - page * static_cast<uint32>(to.page_size);
+      rows.to_batch = to.block_table[rows.sequence * to.block_table_stride + page];
+      rows.to_row = row;
+      rows.to_block = static_cast<int32>(row / scale_block);
+    }
+  }
+  // Extents of where they go.
+  __forceinline__ int64 to_rows() const {
+    return C.to_pages ? params.target.page_size : params.rows;
+  }
+  __forceinline__ int32 to_blocks() const {
+    return C.to_pages ? params.target.page_size / scale_block : params.blocks;
+  }
+  // Whether there is a place for the block: of a sequence's rows, or a gap between sequences.
+  __forceinline__ bool has_place(const QuantizeRowBlock& rows) const {
+    return C.to_pages ? rows.real_rows > 0 : rows.block < params.blocks;
+  }
+
   // Packed sequences begin with blocks of their own: find the one that this block is of.
-  __forceinline__ void find_sequence(QuantizeRowBlock& rows) const {
+  // Gives the sequence's first row.
+  __forceinline__ int64 find_sequence(QuantizeRowBlock& rows) const {
     int64 begin = 0;
     int64 end = params.rows;
     if (params.cu_seqlens != nullptr) {
@@ -269,6 +308,7 @@ struct QuantizeBlock {
         rows.position += keys_of(rows.sequence) - length;
       }
     }
+    return begin;
   }
 
   __forceinline__ int32 keys_of(int32 which) const {
@@ -330,11 +370,12 @@ struct QuantizeBlock {
   }
 
   __forceinline__ void store_scale(const QuantizeRowBlock& rows, float shift) {
-    if (lane_index() != 0 || warp_of_block() != 0 || rows.block >= params.blocks) return;
+    if (lane_index() != 0 || warp_of_block() != 0 || !has_place(rows)) return;
     // Blocks between packed sequences may be read, but not used.
     const float scale = rows.real_rows > 0 ? shift * given_scale(rows) : 1.0f;
     const int64 place =
-        (static_cast<int64>(rows.batch) * params.heads + rows.head) * params.blocks + rows.block;
+        (static_cast<int64>(rows.to_batch) * params.heads + rows.head) * to_blocks() +
+        rows.to_block;
     if (params.q_scale != nullptr) {
       params.q_scale[place] = scale;
     } else {
@@ -361,7 +402,7 @@ struct QuantizeBlock {
   // What the last block's readers may run into.
   __forceinline__ void store_slack() {
     const bool mine = blockIdx.x == 0 && threadIdx.x < core::scale_block_slack;
-    if (params.key_scale == nullptr || !mine) return;
+    if (C.to_pages || params.key_scale == nullptr || !mine) return;
     KeyScale* behind = params.key_scale +
                        static_cast<int64>(params.batches) * params.heads * params.blocks +
                        threadIdx.x;
@@ -612,10 +653,11 @@ struct QuantizeRows : QuantizeBlock<C> {
 
   __forceinline__ void store(const QuantizeRowBlock& rows, float by) {
     if (row() >= rows.real_rows) return;
-    uint8* to = params.codes +
-                ((rows.batch * params.rows + rows.first_row + row()) * params.heads + rows.head) *
-                    params.code_columns +
-                unit * thread();
+    uint8* to =
+        params.codes +
+        ((rows.to_batch * this->to_rows() + rows.to_row + row()) * params.heads + rows.head) *
+            params.code_columns +
+        unit * thread();
     const bool whole = unit == 16 && params.code_columns % 16 == 0;
 #pragma unroll
     for (int32 j = 0; j < pieces; ++j) {
@@ -787,13 +829,13 @@ struct QuantizeColumns : QuantizeBlock<C> {
 
   template <bool wild>
   __forceinline__ void store(const QuantizeRowBlock& rows, float by) const {
-    if (rows.block >= params.blocks) return;
-    const int64 all_keys = static_cast<int64>(params.blocks) * scale_block;
-    uint8* to =
-        params.codes +
-        ((static_cast<int64>(rows.batch) * params.heads + rows.head) * params.columns + column()) *
-            all_keys +
-        static_cast<int64>(rows.block) * scale_block + first_key();
+    if (!this->has_place(rows)) return;
+    const int64 all_keys = static_cast<int64>(this->to_blocks()) * scale_block;
+    uint8* to = params.codes +
+                ((static_cast<int64>(rows.to_batch) * params.heads + rows.head) * params.columns +
+                 column()) *
+                    all_keys +
+                static_cast<int64>(rows.to_block) * scale_block + first_key();
 #pragma unroll
     for (int32 pair = 0; pair < 2; ++pair) {
       uint32 codes[2][keys / 4];

@@ -262,7 +262,10 @@ fovea::Quantized to_quantized(const fovea_quantized* given) {
           to_tensor("v", from.v),
           to_tensor("key_scale", from.key_scale),
           to_tensor("k_scale", from.k_scale),
-          to_tensor("v_scale", from.v_scale)};
+          to_tensor("v_scale", from.v_scale),
+          to_span("block_table", from.block_table),
+          from.block_table_columns,
+          to_span("first_keys", from.first_keys)};
 }
 
 fovea::Options to_options(const fovea_options* given) {
@@ -444,6 +447,20 @@ fovea_status fovea_quantize_plan_create(const fovea_problem* problem,
   });
 }
 
+fovea_status fovea_quantize_plan_create_pages(const fovea_problem* problem,
+                                              const fovea_quantization* quantization, int64_t pages,
+                                              int64_t page_size, const fovea_options* options,
+                                              fovea_quantize_plan** plan) {
+  return guarded([&] {
+    require_pointer("plan", plan);
+    *plan = nullptr;
+    require_pointer("quantization", quantization);
+    *plan = new fovea_quantize_plan{
+        fovea::plan_quantize(to_problem(problem), to_quantization(*quantization),
+                             fovea::PagePool{pages, page_size}, to_options(options))};
+  });
+}
+
 void fovea_quantize_plan_destroy(fovea_quantize_plan* plan) { delete plan; }
 
 fovea_status fovea_quantize_plan_workspace_bytes(const fovea_quantize_plan* plan, size_t* bytes) {
@@ -466,7 +483,10 @@ fovea_status fovea_quantize_plan_operands(const fovea_quantize_plan* plan,
                                 from_tensor(from.v),
                                 from_tensor(from.key_scale),
                                 from_tensor(from.k_scale),
-                                from_tensor(from.v_scale)};
+                                from_tensor(from.v_scale),
+                                {},
+                                0,
+                                {}};
     export_structure("operands", operands, size, value);
   });
 }

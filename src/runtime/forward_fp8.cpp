@@ -83,6 +83,9 @@ std::vector<std::string> forward_fp8_supports(const Problem& p, std::string_view
   refuse(codes == DType::s8 && arch != "sm_90a",
          "integers (s8) for q and k are Hopper's, sm_90a, and the device is " + std::string(arch) +
              ", so take e4m3");
+  refuse(core::has_quantized_pages(p) && arch != "sm_90a",
+         "its kernel reads no pages of transposed values, which Hopper's, sm_90a, does, so give v"
+         " in rows, which are gathered");
   refuse(p.head_dim > 256 || p.head_dim_v > 256,
          "it takes head dimensions up to 256 but they are " + std::to_string(p.head_dim) + " and " +
              std::to_string(p.head_dim_v));
@@ -112,6 +115,7 @@ FwdConfig choose_forward_fp8_sm90(const Problem& p, core::SoftmaxPolicy softmax,
   c.bound_right = p.window.right >= 0;
   c.bound_left = p.window.left >= 0;
   c.ragged = p.is_varlen_q() || p.is_varlen_k() || p.seqused_q != nullptr || p.seqused_k != nullptr;
+  if (p.is_paged()) c.source = core::Source::paged;
   c.has_sink = static_cast<bool>(p.sink);
   if (p.softcap > 0.0f) {
     c.transform = core::ScoreTransform::softcap;
@@ -135,7 +139,7 @@ FwdConfig choose_forward_fp8_sm90(const Problem& p, core::SoftmaxPolicy softmax,
     c.stages = 4;
   } else if (widest <= 128) {
     // Short rows of tiles waste less with narrow ones. Three warpgroups have no registers left for
-    // sums in fp32; two have with tiles of 128 keys.
+    // sums in fp32; two have with tiles of 128 keys, but for pages, where they have 232.
     const bool narrow = plain && promote_keys == 0;
     c.warpgroups = narrow ? 3 : 2;
     c.tile_k = narrow ? 96 : 128;
@@ -143,9 +147,11 @@ FwdConfig choose_forward_fp8_sm90(const Problem& p, core::SoftmaxPolicy softmax,
   } else {
     c.tile_k = 96;
   }
-  // With q in registers products read keys alone from shared memory. Integers gain nothing by it.
+  // With q in registers products read keys alone from shared memory. Integers gain nothing by it,
+  // and 232 registers have no room.
   const bool room_for_q =
-      widest <= 64 ? promote_keys == 0 : widest > 128 && promote_keys > 0 && c.tma_out;
+      widest <= 64 ? promote_keys == 0
+                   : widest > 128 && promote_keys > 0 && c.tma_out && c.source == core::Source::tma;
   c.q_in_registers = plain && codes != DType::s8 && room_for_q;
   c.promote = promote_keys > 0 ? 1 : 0;  // decides how much memory there is for keys
   while (core::fp8_shared_bytes(c) > core::shared_limit_bytes && c.tile_k > 32) {
@@ -158,6 +164,7 @@ FwdConfig choose_forward_fp8_sm90(const Problem& p, core::SoftmaxPolicy softmax,
   if (promote_keys > 0) {
     c.promote = std::max(1, static_cast<int32>(std::min<int64>(promote_keys, 1 << 20)) / c.tile_k);
   }
+  if (p.is_paged()) c.page_keys = core::fp8_page_keys(p.page_size, c.tile_k);
   return c;
 }
 
@@ -192,11 +199,15 @@ int32 shared_bytes_of(const core::Fwd100Config& c) { return core::shared_bytes(c
 // Rows of a box of q, and of a tile of keys; bytes of a row of them under their swizzle.
 int32 query_box(const FwdConfig& c) { return core::rows_of(c); }
 int32 query_box(const core::Fwd100Config& c) { return core::query_box_rows(c); }
-int32 key_box(const FwdConfig& c) { return c.tile_k; }
+int32 key_box(const FwdConfig& c) { return c.page_keys > 0 ? c.page_keys : c.tile_k; }
 int32 key_box(const core::Fwd100Config& c) { return core::key_rows_of(c); }
 // Columns of a box of values.
 int32 value_box(const FwdConfig& c) { return c.head_dim_v; }
 int32 value_box(const core::Fwd100Config& c) { return core::value_columns_of(c); }
+
+// Keys in a row of a panel of values.
+int32 value_pattern(const FwdConfig& c) { return core::pattern_bytes(key_box(c)); }
+int32 value_pattern(const core::Fwd100Config& c) { return core::pattern_bytes(c.tile_k); }
 
 bool is_packed(const FwdConfig&) { return false; }
 bool is_packed(const core::Fwd100Config& c) { return c.packed; }
@@ -229,13 +240,14 @@ void ForwardFp8Kernel::launch(const Config& config, const ForwardCall& call,
                               const Fp8Operands& operands, Stream stream) const {
   const Problem& p = call.problem;
   const core::Fp8Layout l = core::fp8_layout(p);
+  const core::Fp8Layout keys = p.is_paged() ? core::fp8_layout(core::pages_as_sequences(p)) : l;
   FwdFp8Params params;
   const ForwardTiles tiles = fill_forward_params(params, call, config, device_.properties());
   if (tiles.ctas == 0) return;
 
   const int32 pattern = core::pattern_bytes(config.head_dim);
   const CodeSteps q = steps_or(operands.q_steps, l.rows_q, l.columns, l.heads_q);
-  const CodeSteps k = steps_or(operands.k_steps, l.rows_k, l.columns, l.heads_kv);
+  const CodeSteps k = steps_or(operands.k_steps, keys.rows_k, keys.columns, keys.heads_kv);
   if (is_packed(config)) {
     params.q = encode(device_, MapType::u8, 1, operands.q,
                       {{l.columns, 1, pattern},
@@ -253,22 +265,22 @@ void ForwardFp8Kernel::launch(const Config& config, const ForwardCall& call,
                       swizzle_of(pattern));
   }
   params.k = params.v = params.q;
-  if (l.k_bytes > 0) {
+  if (keys.k_bytes > 0) {
     params.k = encode(device_, MapType::u8, 1, operands.k,
-                      {{l.columns, 1, pattern},
-                       {l.rows_k, k.row, key_box(config)},
-                       {l.heads_kv, k.head, 1},
-                       {l.batches_k, k.batch, 1}},
+                      {{keys.columns, 1, pattern},
+                       {keys.rows_k, k.row, key_box(config)},
+                       {keys.heads_kv, k.head, 1},
+                       {keys.batches_k, k.batch, 1}},
                       swizzle_of(pattern));
-    const int32 pattern_v = core::pattern_bytes(config.tile_k);
-    const int64 keys = l.blocks_k * core::scale_block;
+    const int32 pattern_v = value_pattern(config);
+    const int64 places = keys.blocks_k * core::scale_block;
     CodeSteps v = operands.v_steps;
-    if (v.row == 0) v = {keys * l.columns_v * l.heads_kv, keys, keys * l.columns_v};
+    if (v.row == 0) v = {places * l.columns_v * l.heads_kv, places, places * l.columns_v};
     params.v = encode(device_, MapType::u8, 1, operands.v,
-                      {{keys, 1, pattern_v},
-                       {l.columns_v, v.row, value_box(config)},
-                       {l.heads_kv, v.head, 1},
-                       {l.batches_k, v.batch, 1}},
+                      {{places, 1, pattern_v},
+                       {keys.columns_v, v.row, value_box(config)},
+                       {keys.heads_kv, v.head, 1},
+                       {keys.batches_k, v.batch, 1}},
                       swizzle_of(pattern_v));
   }
   if (config.tma_out) {
@@ -288,8 +300,8 @@ void ForwardFp8Kernel::launch(const Config& config, const ForwardCall& call,
   params.q_scale_stride[0] = l.blocks_q * l.heads_q;
   params.q_scale_stride[1] = l.blocks_q;
   params.key_scale = reinterpret_cast<const core::KeyScale*>(operands.key_scale);
-  params.key_scale_stride[0] = l.blocks_k * l.heads_kv;
-  params.key_scale_stride[1] = l.blocks_k;
+  params.key_scale_stride[0] = keys.blocks_k * keys.heads_kv;
+  params.key_scale_stride[1] = keys.blocks_k;
 
   LaunchConfig shape;
   shape.grid.x = tiles.ctas;

@@ -150,6 +150,7 @@ std::string forward_expression(const FwdConfig& c) {
   text.flag("short_first", core::begins_short(c));
   text.flag("q_in_registers", c.q_in_registers);
   text.number("promote", c.promote);
+  if (c.page_keys > 0) text.number("page_keys", c.page_keys);
   if (c.trace) text.flag("trace", c.trace);
   return text.value();
 }

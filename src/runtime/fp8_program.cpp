@@ -57,7 +57,11 @@ struct InPlace {
     const core::Fp8Layout l = core::fp8_layout(p);
     q = reads_in_place(p.q, {l.batches_q, l.rows_q, l.heads_q}, p.head_dim);
     q_scale = q && scales_in_place(p, l);
-    k = !p.is_paged() && reads_in_place(p.k, {l.batches_k, l.rows_k, l.heads_kv}, p.head_dim);
+    // Pages whose values lie in rows are gathered: all that is left to save is the keys' half.
+    pages = core::has_quantized_pages(p);
+    const int64 pool[] = {p.pages, p.page_size, l.heads_kv};
+    const int64 rows[] = {l.batches_k, l.rows_k, l.heads_kv};
+    k = pages == p.is_paged() && reads_in_place(p.k, pages ? pool : rows, p.head_dim);
     // A transposed v and its scales are as the kernel takes them, once its rows are aligned.
     const core::View& v = p.v;
     values = k && p.v_transposed && reinterpret_cast<DeviceAddress>(v.data) % 16 == 0 &&
@@ -72,6 +76,7 @@ struct InPlace {
     return {of_q, k ? Quantize::scales : Quantize::codes, Quantize::codes};
   }
 
+  bool pages = false;  // are read where they are
   bool q = false;
   bool q_scale = false;
   bool k = false;
@@ -102,8 +107,9 @@ struct Places {
   DeviceAddress end;
 };
 
-// The problem as the forward kernel sees it: pages have become sequences.
+// The problem as the forward kernel sees it: pages that it does not read have become sequences.
 core::Problem gathered(core::Problem p) {
+  if (core::has_quantized_pages(p)) return p;
   p.block_table = nullptr;
   p.block_table_stride = 0;
   p.page_size = 0;
@@ -133,6 +139,7 @@ class Fp8Program final : public GpuProgram {
   Fp8Program(std::shared_ptr<const ForwardFp8Kernel> kernel, const core::Problem& problem,
              Device& device, const core::QuantizeOptions& options)
       : kernel_(std::move(kernel)),
+        is_paged_(problem.is_paged()),
         in_place_(problem),
         quantizer_(device, problem, options, in_place_.parts(), true),
         scratch_bytes_(Places(problem, in_place_, 0).end + quantizer_.scratch_bytes(problem)) {}
@@ -165,7 +172,12 @@ class Fp8Program final : public GpuProgram {
                       : "written";
     };
     const QuantizeParts parts = in_place_.parts();
-    return text("operands   q ", made(parts.q == Quantize::none, parts.q == Quantize::scales),
+    const char* pages = !is_paged_        ? ""
+                        : in_place_.pages ? "pages      read in place\n"
+                                          : "pages      gathered in front of every run: values lie"
+                                            " in rows, not as a QuantizePlan writes pages\n";
+    return pages +
+           text("operands   q ", made(parts.q == Quantize::none, parts.q == Quantize::scales),
                 ", k ", made(parts.k == Quantize::none, parts.k == Quantize::scales), ", v ",
                 made(parts.v == Quantize::none, false), " (", scratch_bytes_, " bytes)\n") +
            std::visit([](const auto& c) { return explain_kernel(c); }, kernel_->config());
@@ -173,6 +185,7 @@ class Fp8Program final : public GpuProgram {
 
  private:
   std::shared_ptr<const ForwardFp8Kernel> kernel_;
+  bool is_paged_;
   InPlace in_place_;
   Quantizer quantizer_;
   std::size_t scratch_bytes_;
@@ -187,6 +200,7 @@ std::vector<ForwardConfig> narrower(const ForwardConfig& chosen) {
     if (std::exchange(c.q_in_registers, false)) list.emplace_back(c);
     for (c.tile_k -= core::scale_block; c.tile_k >= core::scale_block;
          c.tile_k -= core::scale_block) {
+      if (c.page_keys > 0) c.page_keys = core::fp8_page_keys(hopper->page_keys, c.tile_k);
       list.emplace_back(c);
     }
   }
@@ -215,7 +229,12 @@ std::vector<std::string> supports(const core::Problem& problem, const GpuTarget&
         quantize_options(target.options.eight_bits.value_or(EightBits{}).quantization);
     std::vector<std::string> reasons =
         forward_fp8_supports(problem, target.arch, core::code_type(problem.q.dtype, quantization));
-    if (reasons.empty()) return quantization_objections(problem);
+    if (reasons.empty()) reasons = quantization_objections(problem);
+    if (core::has_quantized_pages(problem) && !InPlace(problem).values) {
+      reasons.emplace_back(
+          "it reads quantised pages where they are, of two or more columns of v and with strides"
+          " below 2^40 bytes");
+    }
     return reasons;
   }
   // The nearest kernel is the 16-bit one: its reasons, and one more.
@@ -235,6 +254,9 @@ std::shared_ptr<const GpuProgram> prepare(const core::Problem& problem, Device& 
                                             device.properties().arch, promote_keys,
                                             core::code_type(problem.q.dtype, quantization));
   override_forward(config, options.configuration);
+  if (auto* hopper = std::get_if<core::FwdConfig>(&config); hopper && hopper->page_keys > 0) {
+    hopper->page_keys = core::fp8_page_keys(problem.page_size, hopper->tile_k);
+  }
   const bool by_hand = !options.configuration.empty();
   auto kernel = kernels->get(device, forward_fp8_text(config), [&] {
     return by_hand ? std::make_shared<const ForwardFp8Kernel>(device, config)

@@ -215,6 +215,33 @@ void check_scale(const Argument& argument, const Problem& problem, const Extents
   if (problem.memory == Memory::host) check_scale_values(argument, problem);
 }
 
+// The copy engine reads pages in 8 bits where they are, or nobody does.
+void check_quantized_pages(const Problem& problem) {
+  const std::int64_t page_size = problem.k.shape[1];
+  require(page_size % core::scale_block == 0, "k has a page size of ", page_size,
+          " (its second extent); with key_scale it must be a multiple of ", core::scale_block,
+          ", whole blocks of scales");
+  require(problem.k.shape[3] % 32 == 0 && problem.k.stride[3] == 1, "k has shape ",
+          Tuple{problem.k.shape}, " and strides ", Tuple{problem.k.stride},
+          "; in pages with key_scale its last extent must be contiguous and a multiple of 32, as"
+          " QuantizePlan::operands() gives it");
+  for (const Argument& argument : {arguments[1], arguments[2], arguments[12]}) {
+    const Tensor& tensor = problem.*argument.tensor;
+    const auto address = reinterpret_cast<std::uintptr_t>(tensor.data);
+    require(address % 16 == 0, argument.name, " has data at address ", address,
+            "; in pages with key_scale it must be a multiple of 16");
+  }
+  for (const Argument& argument : {arguments[1], arguments[2]}) {
+    const Tensor& tensor = problem.*argument.tensor;
+    for (std::size_t i = 0; i < 3; ++i) {
+      const std::int64_t stride = tensor.stride[i];
+      require(tensor.shape[i] <= 1 || (stride > 0 && stride % 16 == 0), argument.name,
+              " has strides ", Tuple{tensor.stride},
+              "; in pages with key_scale all but the last must be positive multiples of 16");
+    }
+  }
+}
+
 // k and v as a QuantizePlan writes them.
 void check_key_scale(const Problem& problem, const Extents& extents) {
   const Tensor& scale = problem.key_scale;
@@ -223,8 +250,7 @@ void check_key_scale(const Problem& problem, const Extents& extents) {
     require(!(problem.*argument.tensor).present, argument.name,
             " is present beside key_scale, which holds the scales of k and v; leave it absent");
   }
-  require(!is_paged(problem),
-          "block_table is given with key_scale; quantised keys are dense or packed");
+  if (is_paged(problem)) check_quantized_pages(problem);
   const std::int64_t blocks = row_blocks(problem.k, problem.cu_seqlens_k, extents.batch);
   const std::int64_t pairs = problem.k.shape[0] * problem.k.shape[2];
   const std::array<std::int64_t, 4> right{1, 1, pairs * blocks + core::scale_block_slack, 4};

@@ -142,7 +142,7 @@ std::string quantize_text(const QuantizeConfig& c) {
       ", .columns = " + std::to_string(c.columns) + ", .rotate = " + flag(c.rotate) +
       ", .transpose = " + flag(c.transpose) + ", .vectors = " + flag(c.vectors) +
       ", .scaled = " + flag(c.scaled) + ", .ragged = " + flag(c.ragged) +
-      ", .paged = " + flag(c.paged) +
+      ", .paged = " + flag(c.paged) + (c.to_pages ? ", .to_pages = true" : "") +
       ", .rotary = fovea::core::RotaryPairs::" + std::string(text_of(c.rotary)) +
       ", .rotary_pairs = " + std::to_string(c.rotary_pairs) +
       ", .rotary_dtype = fovea::core::DType::" + std::string(text_of(c.rotary_dtype)) +
@@ -197,6 +197,7 @@ Quantizer::Pass Quantizer::build(const core::Problem& p, const core::View& view,
   c.scaled = static_cast<bool>(values ? p.v_scale : &view == &p.k ? p.k_scale : p.q_scale);
   c.ragged = is_ragged(p, view, options_.rotary);
   c.paged = &view != &p.q && p.is_paged();
+  c.to_pages = &view != &p.q && parts_.to_pages;
   const auto load = [&](QuantizePass which) {
     c.pass = which;
     return load_kernel(device_, default_jit(), quantize_text(c), !tolerates_spills);
@@ -268,6 +269,7 @@ void Quantizer::run(const Pass& pass, QuantizeParams params, int64 batches, Devi
 void Quantizer::run_q(const ForwardCall& call, const Fp8Operands& operands, DeviceAddress scratch,
                       Stream stream) const {
   QuantizeParams params = operand(call.problem, call.problem.q, options_.rotary);
+  params.rotary.first_keys = operands.target.first_keys;
   params.codes = pointer_to<core::uint8>(operands.q);
   params.q_scale = pointer_to<float>(operands.q_scale);
   run(q_, params, core::fp8_layout(call.problem).batches_q, scratch, stream);
@@ -280,10 +282,13 @@ void Quantizer::run_keys(const ForwardCall& call, const Fp8Operands& operands,
   QuantizeParams k = operand(p, p.k, options_.rotary);
   k.codes = pointer_to<core::uint8>(operands.k);
   k.key_scale = pointer_to<core::KeyScale>(operands.key_scale);
+  k.target = operands.target;
+  k.rotary.first_keys = operands.target.first_keys;
   run(k_, k, batches, scratch, stream);
   QuantizeParams v = operand(p, p.v, options_.rotary);
   v.codes = pointer_to<core::uint8>(operands.v);
   v.key_scale = pointer_to<core::KeyScale>(operands.key_scale);
+  v.target = operands.target;
   run(v_, v, batches, scratch, stream);
 }
 

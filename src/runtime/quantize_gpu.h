@@ -30,6 +30,7 @@ struct Fp8Operands {
   CodeSteps q_steps = {};
   CodeSteps k_steps = {};
   CodeSteps v_steps = {};
+  core::PageTarget target = {};  // of a quantiser to pages: k, v and key_scale are those
 };
 
 // Codes as rows, v's too, each with a scale (batch, head, block).
@@ -51,6 +52,7 @@ struct QuantizeParts {
   Quantize k = Quantize::codes;
   Quantize v = Quantize::codes;
   bool transpose_v = true;
+  bool to_pages = false;
 };
 
 // The translation unit of a configuration.

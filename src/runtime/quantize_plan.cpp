@@ -23,6 +23,7 @@ struct QuantizePlan::Choice {
   int threads = 0;
   Quantized operands;
   bool transposed = true;
+  PagePool pool;                                // without pages: none
   runtime::Device* device = nullptr;            // of device memory
   std::optional<runtime::Quantizer> quantizer;  // there
   std::size_t workspace_bytes = 0;
@@ -65,6 +66,19 @@ Quantized operands_of(const core::Problem& p, DType dtype, bool transposed) {
   to.v = dense(values, l.batches_k, l.heads_kv, l.columns_v, l.blocks_k * core::scale_block);
   to.key_scale = dense(DType::f32, 1, 1,
                        l.key_scale_bytes / static_cast<std::int64_t>(sizeof(core::KeyScale)), 4);
+  return to;
+}
+
+// The pool, whose pages are the batch of k, v and key_scale.
+Quantized operands_of(core::Problem p, DType dtype, const PagePool& pool) {
+  const Tensor q = operands_of(p, dtype, true).q;
+  const Tensor q_scale = operands_of(p, dtype, true).q_scale;
+  p.cu_seqlens_k = nullptr;
+  p.pages = pool.pages;
+  p.page_size = static_cast<core::int32>(pool.page_size);
+  Quantized to = operands_of(core::pages_as_sequences(p), dtype, true);
+  to.q = q;
+  to.q_scale = q_scale;
   return to;
 }
 
@@ -115,6 +129,63 @@ void check_operands(const QuantizePlan::Choice& choice, const Problem& problem,
   }
 }
 
+// Keys of sequence b, where lengths can be read.
+std::int64_t keys_of(const Problem& problem, std::size_t b) {
+  if (!problem.seqused_k.empty()) return problem.seqused_k[b];
+  if (problem.cu_seqlens_k.empty()) return problem.k.shape[1];
+  return problem.cu_seqlens_k[b + 1] - problem.cu_seqlens_k[b];
+}
+
+// Of those entries that keys go to.
+void check_page_numbers(const QuantizePlan::Choice& choice, const Problem& problem,
+                        const Quantized& to) {
+  const PagePool& pool = choice.pool;
+  const std::int64_t room = to.block_table_columns * pool.page_size;
+  for (std::size_t b = 0; b < static_cast<std::size_t>(choice.problem.batch); ++b) {
+    const std::int64_t first = to.first_keys.empty() ? 0 : to.first_keys[b];
+    require(first >= 0 && first % core::scale_block == 0, "first_keys is ", first, " at entry ", b,
+            "; it must be a multiple of ", core::scale_block,
+            ", since blocks of so many are written");
+    const std::int64_t end = first + keys_of(problem, b);
+    require(end <= room, "first_keys is ", first, " at entry ", b, ", whose ", end - first,
+            " keys would end at ", end, ", but a row of block_table has room for ", room);
+    if (end == first) continue;
+    for (std::int64_t i = first / pool.page_size; i <= (end - 1) / pool.page_size; ++i) {
+      const auto row = static_cast<std::int64_t>(b) * to.block_table_columns;
+      const std::int32_t page = to.block_table[static_cast<std::size_t>(row + i)];
+      require(page >= 0 && page < pool.pages, "block_table is ", page, " at row ", b, ", column ",
+              i, ", but the pool has ", pool.pages, " pages; entries that keys go to must be less");
+    }
+  }
+}
+
+void check_pages(const QuantizePlan::Choice& choice, const Problem& problem, const Quantized& to) {
+  const bool given = !to.block_table.empty() || to.block_table_columns != 0;
+  if (choice.pool.pages == 0) {
+    require(!given && to.first_keys.empty(), given ? "block_table" : "first_keys",
+            " is given but this plan writes no pages; plan with a fovea::PagePool");
+    return;
+  }
+  const std::int64_t batch = choice.problem.batch;
+  require(to.first_keys.empty() || static_cast<std::int64_t>(to.first_keys.size()) == batch,
+          "first_keys has ", to.first_keys.size(), " entries but there are ", batch,
+          " sequences; it must have one for each, or none");
+  if (to.k.data == nullptr) return;
+  require(to.block_table_columns >= 0 &&
+              static_cast<std::int64_t>(to.block_table.size()) == batch * to.block_table_columns,
+          "block_table has ", to.block_table.size(), " entries; ", batch,
+          " sequences of block_table_columns = ", to.block_table_columns, " entries make ",
+          batch * to.block_table_columns);
+  if (problem.memory == Memory::host) check_page_numbers(choice, problem, to);
+}
+
+core::PageTarget target_of(const QuantizePlan::Choice& choice, const Quantized& to) {
+  if (choice.pool.pages == 0) return {};
+  return {to.block_table.data(), to.block_table_columns,
+          to.first_keys.empty() ? nullptr : to.first_keys.data(),
+          static_cast<core::int32>(choice.pool.page_size)};
+}
+
 template <typename Value>
 Value* data_of(const Tensor& tensor) {
   return static_cast<Value*>(tensor.data);
@@ -129,21 +200,27 @@ void run_on_host(const QuantizePlan::Choice& choice, const core::Problem& p, con
         choice.threads);
     return;
   }
-  cpu::quantize(p, choice.options,
-                {data_of<core::uint8>(to.q), data_of<core::uint8>(to.k), data_of<core::uint8>(to.v),
-                 data_of<float>(to.q_scale), data_of<core::KeyScale>(to.key_scale)},
-                choice.threads);
+  cpu::quantize(
+      p, choice.options,
+      {data_of<core::uint8>(to.q), data_of<core::uint8>(to.k), data_of<core::uint8>(to.v),
+       data_of<float>(to.q_scale), data_of<core::KeyScale>(to.key_scale), target_of(choice, to)},
+      choice.threads);
 }
 
 void run_on_device(const QuantizePlan::Choice& choice, const Problem& problem,
                    const core::Problem& p, const Quantized& to, runtime::DeviceAddress scratch) {
-  const auto address = [&](const Tensor& tensor, std::string_view name) {
-    const auto place = reinterpret_cast<runtime::DeviceAddress>(tensor.data);
+  const auto reachable = [&](const void* data, std::string_view name) {
+    const auto place = reinterpret_cast<runtime::DeviceAddress>(data);
     require(place == 0 || choice.device->reaches(place), name, " has data at address ", place,
             ", which is not memory of ", choice.device->properties().name,
             "; with memory = device every pointer must be");
     return place;
   };
+  const auto address = [&](const Tensor& tensor, std::string_view name) {
+    return reachable(tensor.data, name);
+  };
+  reachable(to.block_table.data(), "block_table");
+  reachable(to.first_keys.data(), "first_keys");
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     const Tensor& tensor = problem.*inputs[i];
     if (has_elements(tensor)) static_cast<void>(address(tensor, arguments[i].name));
@@ -161,8 +238,12 @@ void run_on_device(const QuantizePlan::Choice& choice, const Problem& problem,
     choice.quantizer->run_rows(call, rows, scratch, stream);
     return;
   }
-  const runtime::Fp8Operands operands{rows.q, rows.k, rows.v, rows.q_scale,
-                                      address(to.key_scale, "key_scale")};
+  const runtime::Fp8Operands operands{.q = rows.q,
+                                      .k = rows.k,
+                                      .v = rows.v,
+                                      .q_scale = rows.q_scale,
+                                      .key_scale = address(to.key_scale, "key_scale"),
+                                      .target = target_of(choice, to)};
   if (operands.q != 0) choice.quantizer->run_q(call, operands, scratch, stream);
   if (operands.k != 0) choice.quantizer->run_keys(call, operands, scratch, stream);
 }
@@ -197,6 +278,7 @@ void QuantizePlan::run(const Problem& problem, const Quantized& to,
   core::Problem validated = validate(problem);
   check_inputs(choice, problem);
   check_operands(choice, problem, to);
+  check_pages(choice, problem, to);
   require(workspace.size() >= choice.workspace_bytes, "workspace has ", workspace.size(),
           " bytes; it must have at least ", choice.workspace_bytes,
           " (QuantizePlan::workspace_bytes)");
@@ -214,31 +296,34 @@ void QuantizePlan::run(const Problem& problem, const Quantized& to,
   run_on_device(choice, problem, validated, to, (first + granule - 1) / granule * granule);
 }
 
-QuantizePlan plan_quantize(const Problem& problem, const Quantization& quantization,
-                           ValueLayout values, const Options& options) {
+namespace {
+
+QuantizePlan make_plan(const Problem& problem, const Quantization& quantization, bool transposed,
+                       const PagePool& pool, const Options& options) {
   check_options(options);
   check_quantization(quantization);
-  require(values <= ValueLayout::rows, "values is ", static_cast<int>(values),
-          ", which is no fovea::ValueLayout");
   auto choice = std::make_shared<QuantizePlan::Choice>();
   choice->problem = validate(problem);
   const core::Problem& p = choice->problem;
   require(!core::is_eight_bit(p.q.dtype), "q has dtype ", problem.q.dtype,
           "; what is to be quantised must be f32, bf16 or f16");
   check_rotary(quantization.rotary, p);
-  require(!p.is_paged(),
-          "block_table is given; pages are not quantised, so give dense or packed"
-          " keys");
+  require(
+      !p.is_paged(),
+      "block_table is given; what is in pages is not quantised, so give dense or packed keys, and"
+      " a fovea::PagePool where they are to go to pages");
   const std::vector<std::string> objections = quantization_objections(p);
   if (!objections.empty()) throw Unsupported("no device quantises: " + objections.front());
-  choice->transposed = values == ValueLayout::transposed;
-  require(choice->transposed || p.head_dim_v % 8 == 0, "v has head dimension ", p.head_dim_v,
+  require(transposed || p.head_dim_v % 8 == 0, "v has head dimension ", p.head_dim_v,
           "; in rows it is quantised in multiples of 8, so take ValueLayout::transposed");
   for (std::size_t i = 0; i < inputs.size(); ++i) choice->inputs[i] = problem.*inputs[i];
   choice->memory = problem.memory;
   choice->options = quantize_options(quantization);
   choice->threads = options.threads;
-  choice->operands = operands_of(p, quantization.dtype, choice->transposed);
+  choice->transposed = transposed;
+  choice->pool = pool;
+  choice->operands = pool.pages > 0 ? operands_of(p, quantization.dtype, pool)
+                                    : operands_of(p, quantization.dtype, transposed);
   if (problem.memory == Memory::host) {
     if (options.device != Device::automatic && options.device != Device::cpu) {
       throw Unsupported(
@@ -248,11 +333,32 @@ QuantizePlan plan_quantize(const Problem& problem, const Quantization& quantizat
   }
   choice->device = &device_for(options);
   runtime::QuantizeParts wanted;
-  wanted.transpose_v = choice->transposed;
+  wanted.transpose_v = transposed;
+  wanted.to_pages = pool.pages > 0;
   choice->quantizer.emplace(*choice->device, p, choice->options, wanted, true);
   choice->workspace_bytes = choice->quantizer->scratch_bytes(p);
   if (choice->workspace_bytes > 0) choice->workspace_bytes += 16;
   return QuantizePlan(std::move(choice));
+}
+
+}  // namespace
+
+QuantizePlan plan_quantize(const Problem& problem, const Quantization& quantization,
+                           ValueLayout values, const Options& options) {
+  require(values <= ValueLayout::rows, "values is ", static_cast<int>(values),
+          ", which is no fovea::ValueLayout");
+  return make_plan(problem, quantization, values == ValueLayout::transposed, {}, options);
+}
+
+QuantizePlan plan_quantize(const Problem& problem, const Quantization& quantization,
+                           const PagePool& pool, const Options& options) {
+  require(pool.pages > 0 && pool.pages <= max_extent, "pool.pages is ", pool.pages,
+          "; it must lie in 1..", max_extent);
+  require(
+      pool.page_size > 0 && pool.page_size % core::scale_block == 0 && pool.page_size <= max_extent,
+      "pool.page_size is ", pool.page_size, "; it must be a positive multiple of ",
+      core::scale_block, ", since as many keys share scales");
+  return make_plan(problem, quantization, true, pool, options);
 }
 
 Problem attend(Problem problem, const Quantized& operands) {

@@ -48,6 +48,11 @@ QuantizeConfig paged(QuantizeConfig c) {
   return c;
 }
 
+QuantizeConfig to_pages(QuantizeConfig c) {
+  c.to_pages = c.ragged = true;
+  return c;
+}
+
 QuantizeConfig coded(QuantizeConfig c) {
   c.to = c.dtype;
   c.rotate = false;
@@ -84,6 +89,9 @@ INSTANTIATE_TEST_SUITE_P(
         Variant{"rows_d64_f32", rows(DType::f32, 64)},
         Variant{"rows_d64_scattered", scattered(rows(DType::bf16, 64))},
         Variant{"rows_d256_f32_pages", paged(rows(DType::f32, 256))},
+        Variant{"rows_d128_to_pages", to_pages(rows(DType::bf16, 128))},
+        Variant{"rows_d256_f32_to_pages", to_pages(rows(DType::f32, 256))},
+        Variant{"columns_d256_to_pages", to_pages(columns(DType::bf16, 256))},
         Variant{"rows_d64_turned", turned(rows(DType::bf16, 64), core::RotaryPairs::halves)},
         Variant{"rows_d256_turned", turned(rows(DType::bf16, 256), core::RotaryPairs::neighbours)},
         Variant{"columns_d128", columns(DType::bf16, 128)},

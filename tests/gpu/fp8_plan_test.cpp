@@ -3,13 +3,18 @@
 // FOVEA_TEST_DEVICE=cuda takes a GPU.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
+#include <random>
 #include <string>
 #include <vector>
 
+#include "core/mask.h"
 #include "fovea/fovea.h"
 #include "fovea/fp8.hpp"
+#include "tests/cases.h"
 #include "tests/device_call.h"
 
 namespace fovea::test {
@@ -205,6 +210,215 @@ void read_in_place(Device gpu) {
 
 TEST(Fp8Plan, ReadsQuantisedOperandsInPlace) {
   for (const Device gpu : gpu_devices()) read_in_place(gpu);
+}
+
+// A pool of pages in random order, some of which nobody owns; entries of the table behind a
+// sequence's keys are garbage.
+struct Cache {
+  Cache(const Call& call, Index page_size) {
+    Index used = 0;
+    for (Index b = 0; b < call.spec.batch; ++b) {
+      lengths.push_back(static_cast<std::int32_t>(call.length_k(b)));
+      used += core::ceil_div(call.length_k(b), page_size);
+      columns = std::max<Index>(columns, core::ceil_div(call.length_k(b), page_size) + 1);
+    }
+    pool = {used + 3, page_size};
+    std::vector<std::int32_t> order(static_cast<std::size_t>(pool.pages));
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), std::minstd_rand(5));
+    auto next = order.begin();
+    for (const std::int32_t length : lengths) {
+      const Index count = core::ceil_div(Index{length}, page_size);
+      table.insert(table.end(), next, next + count);
+      table.insert(table.end(), static_cast<std::size_t>(columns - count), 1 << 30);
+      next += count;
+    }
+  }
+
+  // The whole cache, in place of the problem's keys.
+  [[nodiscard]] Problem attended(Problem problem, const Quantized& codes) const {
+    problem.cu_seqlens_k = {};
+    problem.max_seqlen_k = 0;
+    problem.seqused_k = lengths;
+    problem.block_table = table;
+    problem.block_table_columns = columns;
+    return attend(problem, codes);
+  }
+
+  PagePool pool;
+  Index columns = 0;
+  std::vector<std::int32_t> table, lengths;
+};
+
+// Keys [begin, end) of each sequence, which lie densely.
+Problem part_of(Problem problem, Index begin, Index end, std::vector<std::int32_t>& used,
+                const Cache& cache) {
+  used.clear();
+  for (const std::int32_t length : cache.lengths) {
+    used.push_back(static_cast<std::int32_t>(std::clamp(Index{length}, begin, end) - begin));
+  }
+  for (Tensor* t : {&problem.k, &problem.v}) {
+    t->data = static_cast<std::byte*>(t->data) +
+              begin * t->stride[1] * static_cast<Index>(size_bytes(t->dtype));
+    t->shape[1] = end - begin;
+  }
+  problem.seqused_k = used;
+  return problem;
+}
+
+// Keys go to pages: packed ones at once, others in two parts, the second from key 64 on.
+Quantized paged_codes(const Call& call, const Cache& cache, const Quantization& quantization,
+                      std::vector<std::byte>& memory) {
+  const auto write = [&](const Problem& part, const std::vector<std::int32_t>& first, bool all) {
+    const QuantizePlan quantizer = plan_quantize(part, quantization, cache.pool);
+    EXPECT_EQ(quantizer.workspace_bytes(), 0u);
+    Quantized to = quantizer.operands();
+    if (memory.empty()) placed(to, memory);
+    const std::vector<std::byte> before = memory;
+    to = placed(to, memory);
+    memory = before;
+    if (!all) to.q.data = to.q_scale.data = nullptr;
+    to.block_table = cache.table;
+    to.block_table_columns = cache.columns;
+    to.first_keys = first;
+    quantizer.run(part, to, {});
+    return to;
+  };
+  if (!call.problem.cu_seqlens_k.empty()) return write(call.problem, {}, true);
+  std::vector<std::int32_t> used;
+  const Index keys = call.problem.k.shape[1];
+  write(part_of(call.problem, 0, std::min<Index>(keys, 64), used, cache), {}, false);
+  const std::vector<std::int32_t> first(cache.lengths.size(), 64);
+  return write(part_of(call.problem, std::min<Index>(keys, 64), keys, used, cache), first, true);
+}
+
+// The paged cases of the one list, quantised into pages of whole blocks.
+std::vector<CaseSpec> paged_cases() {
+  std::vector<CaseSpec> list;
+  constexpr Index sizes[] = {32, 64, 96, 128, 256};
+  for (CaseSpec s : eight_bit_cases()) {
+    if (s.entry != Entry::paged && s.entry != Entry::varlen_paged) continue;
+    s.entry = s.entry == Entry::paged ? Entry::seqused : Entry::varlen;
+    s.page_size = sizes[list.size() % 5];
+    s.layout = Layout::bshd;
+    s.out_dtype = DType::bf16;
+    s.dtype = DType::bf16;
+    s.scales = Scales::none;
+    s.batch = 3;
+    list.push_back(s);
+  }
+  return list;
+}
+
+void expect_alike(const std::vector<double>& out, const Problem& problem, double twin) {
+  EXPECT_LE(distance(out, reference(problem).out), 1.3 * twin + 2e-3);
+}
+
+// As the same keys lie densely: to the bit on the CPU, whose arithmetic does not know of pages; on
+// Hopper, which reads pages where they are, no worse than their twin.
+TEST(Fp8Pages, AreReadWhereTheyAre) {
+  constexpr DType codes[] = {DType::e4m3, DType::s8, DType::e5m2};
+  const std::vector<CaseSpec> cases = paged_cases();
+  ASSERT_GE(cases.size(), 10u);
+  for (std::size_t i = 0; i < cases.size(); ++i) {
+    Call call(cases[i]);
+    SCOPED_TRACE(describe(call.spec) + " of pages " + std::to_string(call.spec.page_size));
+    const Quantization quantization{.dtype = codes[i % 3]};
+    const Cache cache(call, call.spec.page_size);
+    std::vector<std::byte> memory;
+    const Quantized paged = paged_codes(call, cache, quantization, memory);
+    const Problem problem = cache.attended(call.problem, paged);
+    attention(problem, {.device = Device::cpu});
+    const std::vector<double> on_cpu = call.out.values();
+    const QuantizePlan quantizer = plan_quantize(call.problem, quantization);
+    std::vector<std::byte> dense_memory;
+    const Quantized dense = placed(quantizer.operands(), dense_memory);
+    quantizer.run(call.problem, dense, {});
+    attention(attend(call.problem, dense), {.device = Device::cpu});
+    EXPECT_EQ(call.out.values(), on_cpu);
+    if (test_device() == Device::cpu && i % 3 == 1 && i > 6) continue;
+    const double twin = distance(reference_fp8(problem).out, reference(problem).out);
+    call.device = gpu_devices().front();
+    const Options options{.device = call.device, .softmax = call.spec.softmax};
+    const Plan chosen = plan(problem, options);
+    EXPECT_NE(chosen.explain().find("pages      read in place"), std::string::npos);
+    EXPECT_NE(chosen.explain().find(", k read in place, v read in place"), std::string::npos);
+    call.out.poison();
+    std::vector<std::byte> workspace(chosen.workspace_bytes());
+    chosen.run(problem, workspace);
+    expect_alike(call.out.values(), problem, twin);
+    EXPECT_EQ(call.out.foreign_bytes_changed(), 0);
+  }
+}
+
+TEST(Fp8Pages, SayWhatDoesNotFit) {
+  CaseSpec spec = spec_of("pages");
+  spec.entry = Entry::seqused;
+  spec.lengths_q = {70};
+  spec.lengths_k = {130};
+  Call call(spec);
+  const Cache cache(call, 64);
+  std::vector<std::byte> memory;
+  const Quantized codes = paged_codes(call, cache, {}, memory);
+  const Problem good = cache.attended(call.problem, codes);
+  EXPECT_EQ(refusal_of(good, {}), "nothing");
+  const auto refusal = [&](const auto& change) {
+    Problem problem = good;
+    change(problem);
+    return refusal_of(problem, {});
+  };
+  const auto expect = [](const std::string& said, const char* what) {
+    EXPECT_NE(said.find(what), std::string::npos) << said;
+  };
+  expect(refusal([](Problem& p) { p.k.shape[1] = p.v.shape[3] = 48; }),
+         "k has a page size of 48 (its second extent); with key_scale it must be a multiple of 32");
+  expect(refusal([](Problem& p) { p.v.shape[3] = 32; }), "v has shape");
+  expect(refusal([](Problem& p) { p.key_scale.shape[2] -= 1; }), "key_scale has shape");
+  expect(refusal([](Problem& p) { p.k.stride[1] += 8; }), "k has strides");
+  expect(refusal([](Problem& p) { p.v.stride[0] += 8; }), "v has strides");
+  expect(refusal([](Problem& p) { p.k.data = static_cast<std::byte*>(p.k.data) + 8; }),
+         "k has data at address");
+  expect(refusal_of(good, {.device = Device::emulated_sm100a}), "reads no pages of transposed");
+
+  const auto plan_refusal = [&](PagePool pool) {
+    try {
+      static_cast<void>(plan_quantize(call.problem, {}, pool));
+    } catch (const Error& fault) {
+      return std::string(fault.what());
+    }
+    return std::string("nothing");
+  };
+  expect(plan_refusal({4, 40}), "pool.page_size is 40; it must be a positive multiple of 32");
+  expect(plan_refusal({0, 64}), "pool.pages is 0");
+  const QuantizePlan quantizer = plan_quantize(call.problem, {}, cache.pool);
+  const auto run_refusal = [&](const auto& change) {
+    Quantized to = codes;
+    to.q.data = to.q_scale.data = nullptr;
+    to.first_keys = {};
+    change(to);
+    try {
+      quantizer.run(call.problem, to, {});
+    } catch (const Error& fault) {
+      return std::string(fault.what());
+    }
+    return std::string("nothing");
+  };
+  const std::vector<std::int32_t> odd{33}, far{128}, bad{0, 99, 0, 0};
+  EXPECT_EQ(run_refusal([](Quantized&) {}), "nothing");
+  expect(run_refusal([&](Quantized& to) { to.first_keys = odd; }),
+         "first_keys is 33 at entry 0; it must be a multiple of 32");
+  expect(run_refusal([&](Quantized& to) { to.first_keys = far; }), "would end at 258");
+  expect(run_refusal([&](Quantized& to) { to.block_table = bad; }),
+         "block_table is 99 at row 0, column 1, but the pool has 6 pages");
+  expect(run_refusal([&](Quantized& to) { to.block_table_columns = 3; }), "4 entries");
+  Quantized dense = plan_quantize(call.problem, {}).operands();
+  dense.first_keys = odd;
+  try {
+    plan_quantize(call.problem, {}).run(call.problem, dense, {});
+    ADD_FAILURE() << "nothing was refused";
+  } catch (const Error& fault) {
+    expect(fault.what(), "first_keys is given but this plan writes no pages");
+  }
 }
 
 // Cosines or sines of 160 positions, each pair with a frequency of its own.

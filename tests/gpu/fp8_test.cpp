@@ -12,8 +12,10 @@
 #include <limits>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <optional>
 #include <ostream>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -61,8 +63,9 @@ struct Fp8Case {
   std::vector<int32> cu_seqlens_k = {};
   std::vector<int32> seqused_q = {};
   std::vector<int32> seqused_k = {};
-  int64 slack = 0;   // rows of q behind the last sequence
-  int32 tile_k = 0;  // Hopper; 0: as chosen
+  int64 slack = 0;      // rows of q behind the last sequence
+  int32 page_size = 0;  // of k and v, in pages on the device: Hopper
+  int32 tile_k = 0;     // Hopper; 0: as chosen
   int32 warpgroups = 0;
   bool ping_pong = false;
   std::optional<bool> q_in_registers = std::nullopt;
@@ -313,6 +316,72 @@ class Memory {
   std::vector<DeviceBuffer> buffers_;
 };
 
+// The quantised keys of an input in pages of random order among some that nobody owns; entries of
+// the table that nobody uses are garbage, and codes and scales behind a sequence's keys are NaN.
+struct Pages {
+  explicit Pages(const Fp8Input& input) {
+    const Fp8Case& c = input.spec;
+    const core::Fp8Layout& l = input.layout;
+    const int64 size = c.page_size;
+    lengths = c.seqused_k;
+    if (lengths.empty()) {
+      lengths.assign(static_cast<std::size_t>(c.batch), static_cast<int32>(c.seqlen_k));
+    }
+    columns = core::ceil_div(c.seqlen_k, size) + 1;
+    std::vector<int32> order(static_cast<std::size_t>(c.batch * columns));
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), std::minstd_rand(7));
+    count = static_cast<int64>(order.size());
+    k.assign(at(count * size * l.heads_kv * l.columns), 0x7f);
+    v.assign(at(count * size * l.heads_kv * l.columns_v), 0x7f);
+    constexpr float nan = std::numeric_limits<float>::quiet_NaN();
+    scales.assign(at(count * l.heads_kv * (size / core::scale_block)), {nan, nan, nan, nan});
+    table.assign(order.size(), 1 << 30);
+    for (int64 b = 0; b < c.batch; ++b) {
+      for (int64 key = 0; key < lengths[at(b)]; ++key) {
+        const int64 entry = b * columns + key / size;
+        table[at(entry)] = order[at(entry)];
+        for (int32 h = 0; h < l.heads_kv; ++h) copy_key(input, b, key, h, table[at(entry)]);
+      }
+    }
+  }
+
+  std::vector<uint8> k, v;
+  std::vector<core::KeyScale> scales;
+  std::vector<int32> table, lengths;
+  int64 columns = 0;  // of the table
+  int64 count = 0;
+
+ private:
+  static std::size_t at(int64 index) { return static_cast<std::size_t>(index); }
+
+  void copy_key(const Fp8Input& input, int64 b, int64 key, int32 head, int64 page) {
+    const core::Fp8Layout& l = input.layout;
+    const int64 size = input.spec.page_size;
+    const int64 row = key % size;
+    std::copy_n(&input.k_codes[at(((b * l.rows_k + key) * l.heads_kv + head) * l.columns)],
+                l.columns, &k[at(((page * size + row) * l.heads_kv + head) * l.columns)]);
+    const auto slot = [](int64 place) {
+      return place / 16 * 16 + core::value_slot(static_cast<int32>(place % 16));
+    };
+    const int64 pair = b * l.heads_kv + head;
+    const int64 places = l.blocks_k * core::scale_block;
+    for (int32 d = 0; d < l.columns_v; ++d) {
+      v[at(((page * l.heads_kv + head) * l.columns_v + d) * size + slot(row))] =
+          input.v_codes[at((pair * l.columns_v + d) * places + slot(key))];
+    }
+    scales[at((page * l.heads_kv + head) * (size / core::scale_block) + row / core::scale_block)] =
+        input.key_scale[at(pair * l.blocks_k + key / core::scale_block)];
+  }
+};
+
+void describe_pages(core::Problem& p, const Fp8Input& input) {
+  p.page_size = input.spec.page_size;
+  p.v_transposed = true;
+  static constexpr int32 some = 0;
+  p.seqused_k = &some;  // presence is what a configuration asks for
+}
+
 runtime::ForwardConfig config_of(const Fp8Case& c, const core::Problem& p, std::string_view arch) {
   runtime::ForwardConfig config =
       runtime::choose_forward_fp8(p, c.softmax, arch, c.promote_keys, c.codes);
@@ -349,9 +418,9 @@ Fp8Result run_on(Device& device, const Fp8Input& input) {
   runtime::ForwardCall launch;
   core::Problem& p = launch.problem;
   p = input.problem;
-  const runtime::Fp8Operands operands{memory.upload(input.q_codes), memory.upload(input.k_codes),
-                                      memory.upload(input.v_codes), memory.upload(input.q_scale),
-                                      memory.upload(input.key_scale)};
+  runtime::Fp8Operands operands{memory.upload(input.q_codes), memory.upload(input.k_codes),
+                                memory.upload(input.v_codes), memory.upload(input.q_scale),
+                                memory.upload(input.key_scale)};
   // Poison with guard: what is not written, and what is written behind the end, shows.
   const auto outputs = static_cast<std::size_t>(input.outputs());
   const auto rows = static_cast<std::size_t>(input.rows());
@@ -369,6 +438,17 @@ Fp8Result run_on(Device& device, const Fp8Input& input) {
   p.cu_seqlens_k = lengths(c.cu_seqlens_k);
   p.seqused_q = lengths(c.seqused_q);
   p.seqused_k = lengths(c.seqused_k);
+  if (c.page_size > 0) {
+    const Pages pages(input);
+    describe_pages(p, input);
+    operands.k = memory.upload(pages.k);
+    operands.v = memory.upload(pages.v);
+    operands.key_scale = memory.upload(pages.scales);
+    p.seqused_k = lengths(pages.lengths);
+    p.block_table = lengths(pages.table);
+    p.block_table_stride = pages.columns;
+    p.pages = pages.count;
+  }
   constexpr std::array<core::uint64, 2> zeros{};
   core::uint64* counters = memory.upload(zeros.data(), 2);
   core::uint64* scheduler = memory.upload(zeros.data(), 1);
@@ -418,10 +498,17 @@ std::vector<Fp8Result> check_case(const Fp8Case& spec, runtime::EmulationOptions
       EXPECT_EQ(runtime::forward_fp8_supports(input.problem, arch, spec.codes).size(), 1u);
       continue;
     }
+    core::Problem seen = input.problem;  // by the kernel
+    if (spec.page_size > 0) {
+      describe_pages(seen, input);
+      if (arch != "sm_90a") {
+        EXPECT_EQ(runtime::forward_fp8_supports(seen, arch, spec.codes).size(), 1u);
+        continue;
+      }
+    }
     cpu::Fp8Statistics statistics;
     const cpu::ReferenceResult twin = cpu::forward_fp8(
-        input.problem, input.operands(),
-        method_of(spec, config_of(spec, input.problem, device->properties().arch)), &statistics);
+        input.problem, input.operands(), method_of(spec, config_of(spec, seen, arch)), &statistics);
     EXPECT_EQ(statistics.saturated, 0);
     const Fp8Result now = run_on(*device, input);
     EXPECT_TRUE(test::close_to(now.out, exact.out, twin.out,
@@ -665,6 +752,79 @@ const Fp8Case fp8_cases[] = {
      .promote_keys = 96,
      .seqused_q = {150, 20},
      .seqused_k = {250, 130}},
+    {.name = "pages_32_odd_lengths",
+     .batch = 3,
+     .seqlen_q = 100,
+     .seqlen_k = 300,
+     .seqused_k = {299, 0, 33},
+     .page_size = 32},
+    {.name = "pages_64_causal_gqa",
+     .batch = 2,
+     .heads_q = 4,
+     .seqlen_q = 130,
+     .seqlen_k = 513,
+     .head_dim = 64,
+     .head_dim_v = 64,
+     .window = {-1, 0},
+     .seqused_k = {513, 77},
+     .page_size = 64},
+    {.name = "pages_128_promoted",
+     .seqlen_q = 140,
+     .seqlen_k = 900,
+     .promote_keys = 256,
+     .page_size = 128},
+    {.name = "pages_256_d256_window",
+     .heads_q = 1,
+     .heads_kv = 1,
+     .seqlen_q = 150,
+     .seqlen_k = 700,
+     .head_dim = 256,
+     .head_dim_v = 256,
+     .window = {300, 20},
+     .promote_keys = 96,
+     .page_size = 256},
+    {.name = "pages_96_d80_softcap",
+     .seqlen_q = 140,
+     .seqlen_k = 300,
+     .head_dim = 80,
+     .head_dim_v = 80,
+     .softcap = 5.0f,
+     .page_size = 96},
+    {.name = "pages_s8",
+     .batch = 2,
+     .heads_q = 4,
+     .seqlen_q = 130,
+     .seqlen_k = 500,
+     .window = {-1, 0},
+     .codes = core::DType::s8,
+     .promote_keys = 192,
+     .seqused_q = {130, 1},
+     .seqused_k = {500, 64},
+     .page_size = 64},
+    {.name = "pages_one_query",
+     .batch = 2,
+     .heads_q = 4,
+     .seqlen_q = 1,
+     .seqlen_k = 700,
+     .window = {-1, 0},
+     .promote_keys = 768,
+     .seqused_k = {700, 415},
+     .page_size = 64},
+    {.name = "pages_rows_rise",
+     .seqlen_q = 140,
+     .seqlen_k = 900,
+     .rise = 200,
+     .seqused_k = {897},
+     .page_size = 32},
+    {.name = "pages_128_rows_rise",
+     .heads_q = 1,
+     .heads_kv = 1,
+     .seqlen_q = 140,
+     .seqlen_k = 900,
+     .head_dim = 64,
+     .head_dim_v = 64,
+     .rise = 200,
+     .page_size = 128},
     {.name = "three_warpgroups",
      .seqlen_q = 200,
      .seqlen_k = 600,

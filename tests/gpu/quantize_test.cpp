@@ -45,6 +45,7 @@ struct QuantizeCase {
   core::DType to = core::DType::e4m3;
   bool scaled = false;  // the elements have scales: of a (sequence, KV head), and of blocks
   int32 page_size = 0;  // of k and v, in reversed order
+  int32 to_pages = 0;   // keys of a page that codes go to, in reversed order
   int64 rows_q = 0;     // fewer than of k and v, and all of them used
   core::RotaryPairs rotary = core::RotaryPairs::none;
   int32 rotary_pairs = 32;
@@ -81,12 +82,19 @@ class HostTensor {
   std::vector<uint8> bytes;
 };
 
-// Bytes of all operands, in one order.
+// Bytes of all operands, in one order. What is not written stays zero.
 std::vector<std::vector<uint8>> run_on_cpu(const core::Problem& p,
-                                           const core::QuantizeOptions& options) {
+                                           const core::QuantizeOptions& options,
+                                           const core::PageTarget& target, int64 pages) {
   const core::Fp8Layout l = core::fp8_layout(p);
+  core::Problem pool = p;
+  pool.pages = pages;
+  pool.page_size = target.page_size;
+  pool.cu_seqlens_k = nullptr;
+  const core::Fp8Layout keys = target ? core::fp8_layout(core::pages_as_sequences(pool)) : l;
   std::vector<std::vector<uint8>> all;
-  for (const int64 bytes : {l.q_bytes, l.k_bytes, l.v_bytes, l.q_scale_bytes, l.key_scale_bytes}) {
+  for (const int64 bytes :
+       {l.q_bytes, keys.k_bytes, keys.v_bytes, l.q_scale_bytes, keys.key_scale_bytes}) {
     all.emplace_back(static_cast<std::size_t>(bytes), uint8{0});
   }
   const auto neutral = std::vector<float>(all[3].size() / sizeof(float), 1.0f);
@@ -94,7 +102,7 @@ std::vector<std::vector<uint8>> run_on_cpu(const core::Problem& p,
   cpu::quantize(
       p, options,
       {all[0].data(), all[1].data(), all[2].data(), reinterpret_cast<float*>(all[3].data()),
-       reinterpret_cast<core::KeyScale*>(all[4].data())});
+       reinterpret_cast<core::KeyScale*>(all[4].data()), target});
   return all;
 }
 
@@ -154,7 +162,20 @@ TEST_P(QuantizeKernels, AgreeWithTheirTwin) {
     std::copy_n(strides, 4, options.rotary.cos.stride);
     std::copy_n(strides, 4, options.rotary.sin.stride);
   }
-  const std::vector<std::vector<uint8>> expected = run_on_cpu(p, options);
+  std::vector<int32> first_keys;
+  core::PageTarget target;
+  if (c.to_pages > 0) {
+    target.page_size = c.to_pages;
+    for (int64 b = 0; b < p.batch; ++b) first_keys.push_back(static_cast<int32>(64 * b));
+    target.first_keys = first_keys.data();
+    target.block_table_stride = (c.rows + 64 * p.batch) / c.to_pages + 1;
+    for (int64 i = p.batch * target.block_table_stride - 1; i >= 0; --i) {
+      table.push_back(static_cast<int32>(i));
+    }
+    target.block_table = table.data();
+  }
+  const std::vector<std::vector<uint8>> expected =
+      run_on_cpu(p, options, target, static_cast<int64>(table.size()));
 
   for (const std::string& name : test_devices()) {
     if (name.find("sm_90a") == std::string::npos && name.find("cuda") == std::string::npos) {
@@ -208,8 +229,14 @@ TEST_P(QuantizeKernels, AgreeWithTheirTwin) {
     }
     std::vector<DeviceAddress> places;
     for (const std::vector<uint8>& bytes : expected) places.push_back(reserve(bytes.size()));
-    const runtime::Fp8Operands operands{places[0], places[1], places[2], places[3], places[4]};
-    const runtime::Quantizer quantizer(*device, call.problem, on_device);
+    runtime::Fp8Operands operands{places[0], places[1], places[2], places[3], places[4]};
+    operands.target = target;
+    if (target) {
+      operands.target.block_table = reinterpret_cast<const int32*>(upload_list(table));
+      operands.target.first_keys = reinterpret_cast<const int32*>(upload_list(first_keys));
+    }
+    const runtime::Quantizer quantizer(*device, call.problem, on_device,
+                                       {.to_pages = static_cast<bool>(target)});
     const DeviceAddress scratch = reserve(quantizer.scratch_bytes(p) + 4);
     quantizer.run_q(call, operands, scratch);
     quantizer.run_keys(call, operands, scratch);
@@ -334,6 +361,28 @@ const QuantizeCase quantize_cases[] = {
      .head_dim_v = 64,
      .seqused = {90, 17},
      .page_size = 24},
+    {.name = "to_pages", .batch = 2, .heads_kv = 2, .to_pages = 64},
+    {.name = "to_pages_seqused_s8",
+     .batch = 3,
+     .rows = 70,
+     .head_dim = 80,
+     .head_dim_v = 40,
+     .seqused = {70, 0, 33},
+     .to = core::DType::s8,
+     .to_pages = 32},
+    {.name = "to_pages_packed_rotary",
+     .head_dim = 64,
+     .head_dim_v = 64,
+     .cu_seqlens = {0, 50, 50, 148},
+     .to_pages = 96,
+     .rotary = core::RotaryPairs::halves},
+    {.name = "to_pages_one_scale_d256",
+     .dtype = core::DType::f32,
+     .rows = 70,
+     .head_dim = 256,
+     .head_dim_v = 256,
+     .granularity = core::ScaleGranularity::head,
+     .to_pages = 128},
 };
 
 INSTANTIATE_TEST_SUITE_P(Cases, QuantizeKernels, ::testing::ValuesIn(quantize_cases),
