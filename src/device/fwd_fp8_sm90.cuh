@@ -482,7 +482,9 @@ struct Fp8Compute {
   // the scores have to be taken again. The output's product is in flight.
   __forceinline__ bool repair(const float (&part)[2], const float (&more)[2], float (&factor)[2]) {
     const float total[2] = {quad_max(part[0]), quad_max(part[1])};
-    if (__any_sync(0xffffffffu, total[0] == infinity || total[1] == infinity)) return false;
+    // More is of values of scale 1, and may be infinite where no weight is.
+    const float most = fmaxf(fmaxf(total[0], total[1]), fmaxf(more[0], more[1]));
+    if (__any_sync(0xffffffffu, most == infinity)) return false;
     float largest[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int32 i = 0; i < score_count; ++i) {
