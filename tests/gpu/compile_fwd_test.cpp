@@ -59,6 +59,15 @@ FwdConfig halved(core::int32 head_dim, core::int32 head_dim_v) {
   return c;
 }
 
+// In 8 bits and pages, between the bounds of a window.
+FwdConfig in_pages(int32 head_dim, int32 tile_k, int32 promote, int32 page_keys) {
+  FwdConfig c = holding_q(head_dim, tile_k, promote);
+  c.q_in_registers = false;
+  c.source = Source::paged;
+  c.page_keys = page_keys;
+  return c;
+}
+
 std::vector<Variant> variants() {
   std::vector<Variant> list = {{"gathered_d256_16", gathered(256, 16, 64)},
                                {"gathered_d144", gathered(144, 144, 80)},
@@ -68,7 +77,9 @@ std::vector<Variant> variants() {
                                {"e4m3_d64_q_in_registers", holding_q(64, 128, 0)},
                                {"e4m3_d256_promoted_q_in_registers", holding_q(256, 64, 12)},
                                {"halved_d192_128", halved(192, 128)},
-                               {"halved_d64", halved(64, 64)}};
+                               {"halved_d64", halved(64, 64)},
+                               {"e4m3_d128_promoted_pages", in_pages(128, 128, 6, 128)},
+                               {"e4m3_d256_promoted_pages", in_pages(256, 64, 12, 32)}};
   list[5].config.warpgroups = 3;
   list[5].config.stages = 4;
   list[1].config.out_apart = false;
