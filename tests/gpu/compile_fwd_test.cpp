@@ -60,7 +60,8 @@ FwdConfig halved(core::int32 head_dim, core::int32 head_dim_v) {
 }
 
 // In 8 bits and pages, between the bounds of a window.
-FwdConfig in_pages(int32 head_dim, int32 tile_k, int32 promote, int32 page_keys) {
+FwdConfig in_pages(core::int32 head_dim, core::int32 tile_k, core::int32 promote,
+                   core::int32 page_keys) {
   FwdConfig c = holding_q(head_dim, tile_k, promote);
   c.q_in_registers = false;
   c.source = Source::paged;
