@@ -565,6 +565,37 @@ TEST(Fp8Plan, TheCInterfaceQuantisesToo) {
   expect_eight_bits(call, call.out.values());
   fovea_quantize_plan_destroy(plan);
 
+  // The same keys in pages.
+  problem.q = tensor(call.problem.q);
+  problem.k = tensor(call.problem.k);
+  problem.v = tensor(call.problem.v);
+  problem.q_scale.present = problem.key_scale.present = 0;
+  problem.q_scale.data = problem.key_scale.data = nullptr;
+  ASSERT_EQ(fovea_quantize_plan_create_pages(&problem, &quantization, 3, 64, nullptr, &plan),
+            FOVEA_OK)
+      << fovea_last_error();
+  ASSERT_EQ(fovea_quantize_plan_operands(plan, &to, sizeof to), FOVEA_OK);
+  for (fovea_tensor* t : {&to.q, &to.q_scale, &to.k, &to.v, &to.key_scale}) {
+    memory.emplace_back(static_cast<std::size_t>(t->shape[0] * t->stride[0] * 4));
+    t->data = memory.back().data();
+  }
+  const std::vector<std::int32_t> table{2, 0, 1};
+  const std::int32_t keys = 150;
+  to.block_table = {table.data(), 3};
+  to.block_table_columns = 3;
+  EXPECT_EQ(fovea_quantize_plan_run(plan, &problem, &to, nullptr, 0), FOVEA_OK)
+      << fovea_last_error();
+  problem.block_table = to.block_table;
+  problem.block_table_columns = 3;
+  problem.seqused_k = {&keys, 1};
+  EXPECT_EQ(fovea_problem_attend(&problem, &to), FOVEA_OK) << fovea_last_error();
+  call.out.poison();
+  EXPECT_EQ(fovea_attention(&problem, nullptr, nullptr), FOVEA_OK) << fovea_last_error();
+  expect_eight_bits(call, call.out.values());
+  fovea_quantize_plan_destroy(plan);
+  problem.block_table = problem.seqused_k = {nullptr, 0};
+  problem.block_table_columns = 0;
+
   fovea_options options;
   ASSERT_EQ(fovea_options_init(&options, sizeof options), FOVEA_OK);
   options.eight_bits = 1;
