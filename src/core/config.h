@@ -62,6 +62,7 @@ struct FwdConfig {
   bool ping_pong = true;        // warpgroups take turns at issuing products
   bool overlap = true;          // scores of a tile and weights x values of the one before in flight
   bool short_first = true;      // rows that see half of their first block take that half alone
+  bool looks_ahead = false;     // the next tile is found, and q fetched into the L2, under a tile
   bool q_in_registers = false;  // 8 bits: q is read from shared memory once a tile, not a block
   int32 promote = 0;    // fp8: key tiles summed by the tensor cores alone (core/fp8.h); 0: all
   int32 page_keys = 0;  // fp8, paged: keys of a copy, which divide page and tile: 32, 64 or 128
@@ -88,6 +89,11 @@ constexpr bool rows_differ(const FwdConfig& c) {
 // Tiles of which the last may be computed in parts: equally long, of whole rows.
 constexpr bool may_have_tail(const FwdConfig& c) {
   return c.persistent && !c.packed && !c.split && !c.ragged && !rows_differ(c) &&
+         size_bytes(c.dtype) == 2;
+}
+// The loading warp has registers for two tiles where it is one thread and tiles are of whole rows.
+constexpr bool may_look_ahead(const FwdConfig& c) {
+  return c.persistent && c.source == Source::tma && !c.packed && !c.split && !c.ragged &&
          size_bytes(c.dtype) == 2;
 }
 // Whether 64 rows of a tile may see no more than half of a block of which other rows see more.

@@ -56,6 +56,16 @@ struct Load {
     q_state.advance();
   }
 
+  // Queries come from memory, whose latency is longer than the way from the last scores of a tile
+  // to the first of the next; fetched into the L2 before, they are there in time.
+  __forceinline__ void fetch_q(const FwdTile& tile) const {
+#pragma unroll
+    for (int32 panel = 0; panel < Plan::panels_qk; ++panel) {
+      tma_prefetch(&params.q, {panel * core::panel_columns, tile.row_q + tile.q_begin, tile.head,
+                               tile.batch_q});
+    }
+  }
+
   template <int32 panel_count>
   __forceinline__ void load_keys(const TensorMap* map, Ring<C.stages>& ring,
                                  RingState<C.stages>& state, const uint8* memory,
@@ -111,8 +121,10 @@ struct Load {
   }
 
   // The first keys before the queries, since the ring has a place for them while the tile before
-  // still needs its queries. Values come one block behind keys, as the products take them.
-  __forceinline__ void load_tile(const FwdTile& tile) {
+  // still needs its queries. Values come one block behind keys, as the products take them. Behind
+  // the first of both there is time to look ahead.
+  template <typename LookAhead>
+  __forceinline__ void load_tile(const FwdTile& tile, const LookAhead& look_ahead) {
     load_keys<Plan::panels_qk>(&params.k, plan.k_ring, k_state, plan.k[0], tile, tile.end - 1);
     load_q(tile);
     for (int32 block = tile.end - 1; block >= tile.begin; --block) {
@@ -120,6 +132,7 @@ struct Load {
         load_keys<Plan::panels_qk>(&params.k, plan.k_ring, k_state, plan.k[0], tile, block - 1);
       }
       load_keys<Plan::panels_v>(&params.v, plan.v_ring, v_state, plan.v[0], tile, block);
+      if (C.looks_ahead && block == tile.end - 1) look_ahead();
     }
   }
 
@@ -134,14 +147,25 @@ struct Load {
   }
 
   __forceinline__ void run() {
-    FwdTile tile;
+    FwdTile tile, ahead;
     int32 index = next(0);
+    if (C.looks_ahead && index < params.tiles) ahead = find_tile<C>(params, index);
     for (int32 round = 1; index < params.tiles; ++round) {
-      tile = find_tile<C>(params, index);
+      tile = C.looks_ahead ? ahead : find_tile<C>(params, index);
       const bool exists = tile.exists();
       if (exists) publish(tile);
-      index = C.persistent ? next(round) : params.tiles;
-      if (exists && tile.count() > 0) load_tile(tile);
+      const auto look_ahead = [&] {
+        index = C.persistent ? next(round) : params.tiles;
+        if (index >= params.tiles) return;
+        ahead = find_tile<C>(params, index);
+        if (ahead.exists() && ahead.count() > 0) fetch_q(ahead);
+      };
+      if constexpr (!C.looks_ahead) index = C.persistent ? next(round) : params.tiles;
+      if (exists && tile.count() > 0) {
+        load_tile(tile, look_ahead);
+      } else if (C.looks_ahead) {
+        look_ahead();
+      }
       while (next_unused<C>(tile, params)) publish(tile);
     }
     tile.last = 1;

@@ -26,6 +26,13 @@ __forceinline__ void tma_prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// cp.async.bulk.prefetch.tensor: a box on its way into the L2, ahead of its load.
+__forceinline__ void tma_prefetch(const TensorMap* map, const int32 (&at)[4]) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map),
+               "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3])
+               : "memory");
+}
+
 // createpolicy.fractional: no preference.
 __forceinline__ CachePolicy cache_policy_normal() {
   CachePolicy policy;

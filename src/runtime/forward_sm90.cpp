@@ -109,6 +109,10 @@ FwdConfig choose_forward_sm90(const Problem& p, core::SoftmaxPolicy softmax, int
   c.out_direct = c.persistent && c.tma_out && !c.out_apart && p.head_dim_v % 32 == 0;
   c.tail = core::may_have_tail(c);
   c.tail = forward_tail(p, c, sm_count).tiles > 0;
+  // Elsewhere the loading thread lacks registers, or values come late for it.
+  const bool wide = c.head_dim == 128 && c.head_dim_v == 128;
+  const bool narrow = c.head_dim <= 64 && c.head_dim_v <= 64 && !c.bound_right;
+  c.looks_ahead = !c.bound_left && (wide || narrow);
   return c;
 }
 
@@ -148,6 +152,7 @@ std::string forward_expression(const FwdConfig& c) {
   text.flag("ping_pong", c.ping_pong);
   text.flag("overlap", c.overlap);
   text.flag("short_first", core::begins_short(c));
+  text.flag("looks_ahead", c.looks_ahead && core::may_look_ahead(c));
   text.flag("q_in_registers", c.q_in_registers);
   text.number("promote", c.promote);
   if (c.page_keys > 0) text.number("page_keys", c.page_keys);

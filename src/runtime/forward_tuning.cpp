@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <utility>
 
 #include "core/config_sm100.h"
 #include "core/fp8.h"
@@ -41,7 +42,7 @@ struct Field {
   }
 };
 
-constexpr std::array<Field<FwdConfig>, 11> fields_of(const FwdConfig*) {
+constexpr std::array<Field<FwdConfig>, 12> fields_of(const FwdConfig*) {
   return {{{"warpgroups", &FwdConfig::warpgroups},
            {"tile_k", &FwdConfig::tile_k},
            {"stages", &FwdConfig::stages},
@@ -52,6 +53,7 @@ constexpr std::array<Field<FwdConfig>, 11> fields_of(const FwdConfig*) {
            {"ping_pong", nullptr, &FwdConfig::ping_pong, 0, 1},
            {"overlap", nullptr, &FwdConfig::overlap, 0, 1},
            {"short_first", nullptr, &FwdConfig::short_first, 0, 1},
+           {"looks_ahead", nullptr, &FwdConfig::looks_ahead, 0, 1},
            {"q_in_registers", nullptr, &FwdConfig::q_in_registers, 0, 1}}};
 }
 
@@ -303,6 +305,7 @@ std::vector<ForwardConfig> leaner_forwards(const ForwardConfig& chosen) {
   const auto* hopper = std::get_if<FwdConfig>(&chosen);
   if (hopper == nullptr) return list;
   FwdConfig c = *hopper;
+  if (std::exchange(c.looks_ahead, false)) list.emplace_back(c);
   // Two warpgroups have half as many registers again for each thread as three. Packed heads stay
   // as they are: how many fit depends on the rows of a tile.
   if (c.warpgroups == 3 && !c.packed) {
