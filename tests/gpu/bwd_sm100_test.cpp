@@ -210,7 +210,8 @@ constexpr Explained harmless[] = {
      "what reads the tile also waits for rows, which this warp brings after it has met"},
     {"fence: proxy", "fence_proxy_async_shared();  // dq alone",
      "dq comes after dS, for which the computing warps have fenced all that they know"},
-    {"wait: bulk", "the CTA's memory", "the emulator keeps the memory of a CTA that has ended"},
+    {"wait: bulk", "if (!C.deterministic && adds) bulk_wait_read<0>();",
+     "the emulator keeps the memory of a CTA that has ended"},
 };
 
 struct FaultCase {
