@@ -139,10 +139,9 @@ constexpr int32 consumer_registers(const FwdConfig& c) {
   return c.source == Source::gather ? 224 : c.source == Source::paged ? 232 : 240;
 }
 
-// Registers of a computing thread that hold a tile: scores, weights, output, q.
+// Registers of a computing thread that hold a tile of 16 bits: scores, weights, output.
 constexpr int32 tile_registers(const FwdConfig& c) {
-  const int32 q = c.q_in_registers ? c.head_dim / 4 : 0;
-  return c.tile_k / 2 + c.tile_k / 4 + c.head_dim_v / 2 + q;
+  return c.tile_k / 2 + c.tile_k / 4 + c.head_dim_v / 2;
 }
 
 // A tensor of 16-bit elements as threads read it.

@@ -13,8 +13,7 @@ namespace fovea::device {
 // ---- Scores -------------------------------------------------------------------------------------
 
 // Hides what a row does not see of the first keys of a block: selects, so that what was there
-// reaches nothing. query(half) is
-// the query that a row stands for.
+// reaches nothing. query(half) is the query that a row stands for.
 template <FwdConfig C, int32 count, typename Query>
 __forceinline__ void hide_unseen(float (&scores)[count], const FwdParams& params,
                                  const FwdTile& tile, int32 block, const Query& query) {

@@ -155,7 +155,7 @@ struct Load {
       const bool exists = tile.exists();
       if (exists) publish(tile);
       const auto look_ahead = [&] {
-        index = C.persistent ? next(round) : params.tiles;
+        index = next(round);
         if (index >= params.tiles) return;
         ahead = find_tile<C>(params, index);
         if (ahead.exists() && ahead.count() > 0) fetch_q(ahead);

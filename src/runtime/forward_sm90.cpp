@@ -112,7 +112,7 @@ FwdConfig choose_forward_sm90(const Problem& p, core::SoftmaxPolicy softmax, int
   // Elsewhere the loading thread lacks registers, or values come late for it.
   const bool wide = c.head_dim == 128 && c.head_dim_v == 128;
   const bool narrow = c.head_dim <= 64 && c.head_dim_v <= 64 && !c.bound_right;
-  c.looks_ahead = !c.bound_left && (wide || narrow);
+  c.looks_ahead = core::may_look_ahead(c) && !c.bound_left && (wide || narrow);
   return c;
 }
 

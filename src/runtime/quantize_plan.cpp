@@ -71,14 +71,13 @@ Quantized operands_of(const core::Problem& p, DType dtype, bool transposed) {
 
 // The pool, whose pages are the batch of k, v and key_scale.
 Quantized operands_of(core::Problem p, DType dtype, const PagePool& pool) {
-  const Tensor q = operands_of(p, dtype, true).q;
-  const Tensor q_scale = operands_of(p, dtype, true).q_scale;
+  const Quantized of_queries = operands_of(p, dtype, true);
   p.cu_seqlens_k = nullptr;
   p.pages = pool.pages;
   p.page_size = static_cast<core::int32>(pool.page_size);
   Quantized to = operands_of(core::pages_as_sequences(p), dtype, true);
-  to.q = q;
-  to.q_scale = q_scale;
+  to.q = of_queries.q;
+  to.q_scale = of_queries.q_scale;
   return to;
 }
 

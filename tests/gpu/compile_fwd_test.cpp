@@ -59,6 +59,15 @@ FwdConfig halved(core::int32 head_dim, core::int32 head_dim_v) {
   return c;
 }
 
+// Where the loading thread holds two tiles in 24 registers.
+FwdConfig looking_ahead(bool causal) {
+  FwdConfig c = base(128, 128, 128);
+  c.looks_ahead = true;
+  c.bound_right = causal;
+  c.tail = !causal;
+  return c;
+}
+
 // In 8 bits and pages, between the bounds of a window.
 FwdConfig in_pages(core::int32 head_dim, core::int32 tile_k, core::int32 promote,
                    core::int32 page_keys) {
@@ -80,7 +89,9 @@ std::vector<Variant> variants() {
                                {"halved_d192_128", halved(192, 128)},
                                {"halved_d64", halved(64, 64)},
                                {"e4m3_d128_promoted_pages", in_pages(128, 128, 6, 128)},
-                               {"e4m3_d256_promoted_pages", in_pages(256, 64, 12, 32)}};
+                               {"e4m3_d256_promoted_pages", in_pages(256, 64, 12, 32)},
+                               {"ahead_d128_causal", looking_ahead(true)},
+                               {"ahead_d128_tail", looking_ahead(false)}};
   list[5].config.warpgroups = 3;
   list[5].config.stages = 4;
   list[1].config.out_apart = false;
