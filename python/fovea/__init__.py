@@ -10,7 +10,8 @@ head_dim), or packed (total, heads, head_dim)):
 ``fovea.flash_attn_2`` has them with the argument order and the returns of flash-attention 2.
 
 PyTorch's function, with its layout (batch, heads, seqlen, head_dim) and its causal mask: ``sdpa``.
-For engines: ``plan`` and ``explain``. ``quantize_fp8`` makes float8 tensors with scales of others.
+For engines: ``plan`` and ``explain``. ``quantize_fp8`` makes float8 tensors with scales of others,
+``QuantizedPages`` is a paged cache of them.
 ``register()`` makes fovea an attention implementation of torch and of Hugging Face transformers.
 ``bench()`` measures.
 
@@ -33,6 +34,7 @@ from fovea._flash import (
 from fovea._fp8 import Quantized, quantize_fp8
 from fovea._kv_cache import flash_attn_with_kvcache
 from fovea._libraries import manual_seed
+from fovea._pages import QuantizedPages
 from fovea._plan import Plan, explain, plan
 from fovea._register import register
 from fovea._sdpa import sdpa
@@ -42,6 +44,7 @@ __version__: str = _native.version()
 __all__ = [
     "Plan",
     "Quantized",
+    "QuantizedPages",
     "__version__",
     "bench",
     "explain",

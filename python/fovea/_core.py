@@ -42,8 +42,8 @@ def with_names(error: Exception, names: dict[str, str]) -> Exception:
     return type(error)(" ".join(words))
 
 
-_descale_names = {"q_scale": "q_descale", "k_scale": "k_descale", "v_scale": "v_descale"}
-
+descale_names = {"q_scale": "q_descale", "k_scale": "k_descale", "v_scale": "v_descale"}
+no_scales: tuple[Array, ...] = (None, None, None, None)
 
 
 def native_attend(
@@ -55,15 +55,16 @@ def native_attend(
     settings: tuple[Any, ...],
     heads_first: bool,
     need_lse: bool,
-    descales: tuple[Array, ...] = (None, None, None),
+    scales: tuple[Array, ...] = no_scales,
 ) -> tuple[Array, Array]:
     """(out, lse) of the native library; lse is None unless needed. out of 8 bits is bfloat16.
 
     tensors: bias, mask, sink, alibi, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table.
     settings: what Call takes after the tensors, but for heads_first.
+    scales: q_descale, k_descale, v_descale, key_scale
     """
     shape = q.shape
-    width = v.shape[-1]
+    width = v.shape[-1 if scales[3] is None else -2]
     if len(shape) == 4:
         batch, rows, heads = shape[0], shape[1], shape[2]
         if heads_first:
@@ -85,12 +86,12 @@ def native_attend(
     device = library.device(q)
     if device is None:
         call = _native.Call(
-            q, k, v, out, lse, *tensors, *settings, 0, heads_first, *descales
+            q, k, v, out, lse, *tensors, *settings, 0, heads_first, *scales
         )
         _native.attention(call)
     else:
         call = _native.Call(
-            q, k, v, out, lse, *tensors, *settings, library.stream(device), heads_first, *descales
+            q, k, v, out, lse, *tensors, *settings, library.stream(device), heads_first, *scales
         )
         with library.current(device):
             _native.attention(call, lambda size: library.empty(q, (size,), "uint8"))
@@ -123,7 +124,7 @@ def attend(
     heads_first: bool = False,
     need_lse: bool = False,
     names: dict[str, str] | None = None,
-    descales: tuple[Array, ...] = (None, None, None),
+    scales: tuple[Array, ...] = no_scales,
 ) -> tuple[Array, Array]:
     """(out, lse). lse may be None unless needed. `names` renames arguments in errors."""
     left, right = window_bounds(window)
@@ -152,9 +153,9 @@ def attend(
         seed = _libraries.next_seed() if dropout_p else 0
         settings = (*numbers, dropout_p, seed, 0, num_splits, deterministic)
         return native_attend(
-            library, q, k, v, tensors, settings, heads_first, need_lse, descales
+            library, q, k, v, tensors, settings, heads_first, need_lse, scales
         )
     except (ValueError, TypeError, NotImplementedError) as error:
         if names is None:
             raise
-        raise with_names(error, {**names, **_descale_names}) from None
+        raise with_names(error, {**names, **descale_names}) from None

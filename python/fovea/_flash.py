@@ -5,7 +5,9 @@ from __future__ import annotations
 from fovea import _libraries, _native
 from fovea._core import Window, attend, with_names
 from fovea._libraries import Array, host_int32, library_of
-from fovea._options import check_descales, chunk_mask, integer, join_qv
+from fovea._options import check_scales, chunk_mask, integer, join_qv, none_beside_key_scale
+
+no_qv = "codes of 8 bits have scales of their own and cannot be joined, so leave it None"
 
 _names = {
     "window_left": "window_size",
@@ -39,6 +41,7 @@ def flash_attn_func(
     alibi_slopes: Array = None,
     learnable_sink: Array = None,
     return_lse: bool = False,
+    key_scale: Array = None,
 ) -> Array:
     """Attention over dense batches.
 
@@ -53,6 +56,9 @@ def flash_attn_func(
         of int8 with v in float8_e4m3fn: an
         element is its code times that; q's may be (batch, heads), and each may have a third
         dimension, a scale for every 32 rows (quantize_fp8). out is then bfloat16
+    key_scale: (blocks of 32 keys, 4) float32, in place of k_descale and v_descale: of k and v as
+        quantize_fp8 makes them with values="transposed", which nothing is made of in front of the
+        kernels; v is (batch, heads_kv, head_dim_v, keys padded to a multiple of 32)
     attention_chunk: queries see keys of their own chunk of that many positions alone; 0 is off
     softcap: scores become softcap * tanh(score / softcap); 0 is off
     dropout_p: probability of dropping a weight
@@ -65,7 +71,9 @@ def flash_attn_func(
     no key has out = 0 and lse = -inf.
     """
     del pack_gqa, sm_margin
-    descales = check_descales(q, q_descale, k_descale, v_descale)
+    scales = check_scales(q, q_descale, k_descale, v_descale, key_scale)
+    if key_scale is not None:
+        none_beside_key_scale("qv", qv, no_qv)
     q, k, softmax_scale = join_qv(q, k, v, qv, softmax_scale)
     mask = None
     if attention_chunk:
@@ -81,7 +89,7 @@ def flash_attn_func(
         q, k, v, mask=mask, sink=learnable_sink, alibi=alibi_slopes, softmax_scale=softmax_scale,
         causal=causal, window=window_size, softcap=softcap, dropout_p=dropout_p,
         num_splits=num_splits, deterministic=deterministic, need_lse=need_lse, names=_names,
-        descales=descales,
+        scales=scales,
     )
     return (out, lse) if need_lse else out
 
@@ -175,6 +183,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Array = None,
     learnable_sink: Array = None,
     return_lse: bool = False,
+    key_scale: Array = None,
 ) -> Array:
     """Attention over sequences packed one after the other.
 
@@ -187,12 +196,16 @@ def flash_attn_varlen_func(
     seqused_q, seqused_k: (batch) int32: only the first so many rows of a sequence count
     page_table, block_table (two names of one argument): (batch, pages of a sequence) int32; the
         lengths are seqused_k, or else the differences of cu_seqlens_k
+    key_scale: of packed k, v is (heads_kv, head_dim_v, keys as quantised); with a table they are
+        the tensors of QuantizedPages
 
     The other arguments are those of flash_attn_func. Returns out (total_q, heads, head_dim_v), and
     with return_lse (or return_attn_probs) also lse (heads, total_q), float32.
     """
     del pack_gqa, sm_margin
-    descales = check_descales(q, q_descale, k_descale, v_descale)
+    scales = check_scales(q, q_descale, k_descale, v_descale, key_scale)
+    if key_scale is not None:
+        none_beside_key_scale("qv", qv, no_qv)
     table = block_table if page_table is None else page_table
     if page_table is not None and block_table is not None:
         raise ValueError("block_table and page_table are two names of one argument; give one")
@@ -224,7 +237,7 @@ def flash_attn_varlen_func(
         softmax_scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
         dropout_p=dropout_p, num_splits=num_splits, deterministic=deterministic,
         need_lse=need_lse, names=_names,
-        descales=descales,
+        scales=scales,
     )
     return (out, lse) if need_lse else out
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from fovea import _libraries, _native
 from fovea._core import Window, attend, window_bounds
+from fovea._flash import no_qv
 from fovea._libraries import Array, host_int32, library_of, same_int32
-from fovea._options import check_descales, chunk_mask, integer, join_qv
+from fovea._options import check_scales, chunk_mask, integer, join_qv, none_beside_key_scale
 
 _names = {
     "k": "k_cache",
@@ -53,6 +54,7 @@ def flash_attn_with_kvcache(
     block_table: Array = None,
     alibi_slopes: Array = None,
     learnable_sink: Array = None,
+    key_scale: Array = None,
 ) -> Array:
     """Attention of new queries over a cache, to which k and v are appended first, in place.
 
@@ -71,13 +73,21 @@ def flash_attn_with_kvcache(
     cache_batch_idx: (batch): the slot, or row of the table, of each sequence, default 0, 1, ...
     cache_leftpad: (batch): the first key of each sequence that counts, where chunks begin, too
     page_table, block_table (two names of one argument): (batch, pages of a sequence)
+    key_scale: (blocks of 32 keys, 4) float32: scales of k_cache and v_cache, which are pages of
+        QuantizedPages, v_cache (pages, heads_kv, head_dim_v, page_size); its append() adds keys
     num_splits, pack_gqa, sm_margin, scheduler_metadata: scheduling; no result depends on them
 
     The rest as flash_attn_func. Returns out like q with head_dim_v, and with return_softmax_lse
     also lse (batch, heads, seqlen_q), or packed (heads, total_q).
     """
     del scheduler_metadata, pack_gqa, sm_margin
-    descales = check_descales(q, q_descale, k_descale, v_descale)
+    scales = check_scales(q, q_descale, k_descale, v_descale, key_scale)
+    if key_scale is not None:
+        none_beside_key_scale("qv", qv, no_qv)
+        none_beside_key_scale(
+            "k", k,
+            "32 keys of a quantised cache share scales, so QuantizedPages.append() adds them",
+        )
     if page_table is not None and block_table is not None:
         raise ValueError("block_table and page_table are two names of one argument; give one")
     table = block_table if page_table is None else page_table
@@ -89,9 +99,10 @@ def flash_attn_with_kvcache(
         library_of(tensor, name)
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
         if len(tensor.shape) != 4:
+            transposed = name == "v_cache" and key_scale is not None
+            extents = "heads_kv, head_dim, rows" if transposed else "rows, heads_kv, head_dim"
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}; it must be (slots or pages, rows, "
-                "heads_kv, head_dim)"
+                f"{name} has shape {tuple(tensor.shape)}; it must be (slots or pages, {extents})"
             )
     if table is not None and library_of(table, "block_table") and len(table.shape) != 2:
         raise ValueError(
@@ -150,7 +161,7 @@ def flash_attn_with_kvcache(
         cu_seqlens_q=cu_seqlens_q, seqused_k=lengths, block_table=table,
         max_seqlen_q=0 if cu_seqlens_q is None else max_seqlen_q or 0,
         softmax_scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
-        num_splits=num_splits, need_lse=return_softmax_lse, names=_names, descales=descales,
+        num_splits=num_splits, need_lse=return_softmax_lse, names=_names, scales=scales,
     )
     return (out, lse) if return_softmax_lse else out
 

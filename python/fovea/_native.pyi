@@ -37,6 +37,7 @@ class Call:
         q_scale: Any = None,
         k_scale: Any = None,
         v_scale: Any = None,
+        key_scale: Any = None,
     ) -> None: ...
 
 class DeviceMemory:
@@ -58,25 +59,44 @@ class Plan:
     def explain(self) -> str: ...
     def run(self, call: Call, workspace: Any) -> None: ...
 
+class Quantization:
+    """How tensors become eight bits."""
+
+    def __init__(
+        self,
+        dtype: str,
+        scales: str,
+        rotate: bool,
+        seed: int,
+        rotary_cos: Any = None,
+        rotary_sin: Any = None,
+        rotary_interleaved: bool = False,
+        first_position: int = 0,
+    ) -> None: ...
+
 class QuantizePlan:
     """Quantisation of the tensors of a call."""
 
     @property
     def workspace_bytes(self) -> int: ...
     @property
-    def shapes(self) -> list[list[int]]: ...
-    def run(self, call: Call, tensors: list[Any], workspace: Any) -> None: ...
+    def shapes(self) -> list[list[int] | None]: ...
+    def run(
+        self,
+        call: Call,
+        tensors: list[Any],
+        block_table: Any = None,
+        first_keys: Any = None,
+        workspace: Any = None,
+    ) -> None: ...
 
 def plan_quantize(
     call: Call,
-    dtype: str,
-    scales: str,
-    rotate: bool,
-    seed: int,
-    rotary_cos: Any,
-    rotary_sin: Any,
-    rotary_interleaved: bool,
-    first_position: int,
+    settings: Quantization,
+    values: str = "transposed",
+    pages: int = 0,
+    page_size: int = 0,
+    device: str = "auto",
 ) -> QuantizePlan: ...
 def plan(call: Call, device: str, threads: int) -> Plan: ...
 def attention(

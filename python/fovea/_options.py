@@ -39,13 +39,21 @@ def flag(value: Any, name: str) -> bool:
     return bool(value)
 
 
-def check_descales(q: Array, *descales: Array) -> tuple[Array, ...]:
-    if descales[0] is descales[1] is descales[2] is None:
-        return descales
-    for name, descale in zip(("q_descale", "k_descale", "v_descale"), descales, strict=True):
-        if descale is not None and library_of(q, "q") and not _libraries.is_eight_bit(q):
+def check_scales(q: Array, *scales: Array) -> tuple[Array, ...]:
+    """q_descale, k_descale, v_descale and key_scale of a call."""
+    if scales[0] is scales[1] is scales[2] is scales[3] is None:
+        return scales
+    for name, scale in zip(
+        ("q_descale", "k_descale", "v_descale", "key_scale"), scales, strict=True
+    ):
+        if scale is not None and library_of(q, "q") and not _libraries.is_eight_bit(q):
             raise ValueError(f"{name} belongs to 8-bit inputs, and q has dtype {q.dtype}")
-    return descales
+    return scales
+
+
+def none_beside_key_scale(name: str, value: Array, instead: str) -> None:
+    if value is not None:
+        raise ValueError(f"{name} is given beside key_scale; {instead}")
 
 
 def _concat(a: Array, b: Array) -> Array:

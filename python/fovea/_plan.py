@@ -6,11 +6,12 @@ import contextlib
 from typing import Any
 
 from fovea import _libraries, _native
-from fovea._core import Window, window_bounds, with_names
+from fovea._core import Window, descale_names, window_bounds, with_names
 from fovea._libraries import Array
 from fovea._options import flag, integer, real
 
 _tensors = ("q", "k", "v", "out", "lse", "bias", "mask", "sink", "alibi")
+_scales = ("q_descale", "k_descale", "v_descale", "key_scale")
 _lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table")
 _defaults: dict[str, Any] = {
     "max_seqlen_q": 0,
@@ -29,7 +30,8 @@ _defaults: dict[str, Any] = {
 
 
 _names = {"options.threads": "threads", "window_left": "window_size", "window_right": "window_size",
-          "dropout.probability": "dropout_p"}
+          "dropout.probability": "dropout_p", **descale_names}
+_known = frozenset((*_tensors, *_scales, *_lengths, *_defaults))
 
 
 def _stream(q: Array) -> int:
@@ -46,7 +48,7 @@ def _current(q: Array) -> Any:
 
 def _call(arguments: dict[str, Any]) -> _native.Call:
     for name in arguments:
-        if name not in _tensors and name not in _lengths and name not in _defaults:
+        if name not in _known:
             raise TypeError(f"{name} is no argument of an attention call")
     for name in ("q", "k", "v", "out"):
         if arguments.get(name) is None:
@@ -76,6 +78,7 @@ def _call(arguments: dict[str, Any]) -> _native.Call:
         flag(options["deterministic"], "deterministic"),
         _stream(arguments["q"]),
         layout == "bhsd",
+        *(arguments.get(name) for name in _scales),
     )
 
 
@@ -139,7 +142,7 @@ def plan(
 
     q: (batch, seqlen_q, heads, head_dim), or packed (total_q, heads, head_dim) with cu_seqlens_q
     k, v: likewise, or (pages, page_size, heads_kv, head_dim) with block_table and seqused_k
-    out: as q, with the head dimension of v
+    out: as q, with the head dimension of v; of 8-bit inputs bfloat16, float16 or float32
     lse: (batch, heads, seqlen_q) or (heads, total_q), float32
     device: "auto", "cpu", "cuda", "emulated:sm_90a", "emulated:sm_100a" or "emulated:sm_103a"
     threads: of a CPU run; 0 takes the default
@@ -147,7 +150,8 @@ def plan(
     Further keywords: bias, mask (batch, heads, seqlen_q, seqlen_k; 1 broadcasts), sink (heads),
     alibi (heads) or (batch, heads), cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table,
     max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, dropout_p,
-    dropout_seed, dropout_offset, num_splits, deterministic, layout ("bshd" or "bhsd").
+    dropout_seed, dropout_offset, num_splits, deterministic, layout ("bshd" or "bhsd"); of 8-bit
+    inputs q_descale, k_descale, v_descale, or key_scale (QuantizedPages).
     """
     return Plan({"q": q, "k": k, "v": v, "out": out, "lse": lse, **arguments}, device, threads)
 
@@ -156,5 +160,7 @@ def explain(q: Array, k: Array, v: Array, **arguments: Any) -> str:
     """Plan.explain() of a call on these tensors; takes the keywords of plan()."""
     if arguments.get("out") is None:
         library = _libraries.library_of(q, "q")
-        arguments["out"] = library.empty(q, (*q.shape[:-1], v.shape[-1]))
+        width = v.shape[-1 if arguments.get("key_scale") is None else -2]
+        dtype = "bfloat16" if _libraries.is_eight_bit(q) else None
+        arguments["out"] = library.empty(q, (*q.shape[:-1], width), dtype)
     return plan(q, k, v, **arguments).explain()

@@ -6,7 +6,8 @@ namespace fovea::python {
 namespace {
 
 constexpr std::array<const char*, slot_count> slot_names{
-    "q", "k", "v", "out", "lse", "bias", "mask", "sink", "alibi", "q_scale", "k_scale", "v_scale"};
+    "q",    "k",     "v",       "out",     "lse",     "bias",     "mask",
+    "sink", "alibi", "q_scale", "k_scale", "v_scale", "key_scale"};
 constexpr std::array<const char*, length_slot_count> length_names{
     "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table"};
 
@@ -49,6 +50,9 @@ std::span<const std::size_t> dims_of(Slot slot, std::size_t rank, bool heads_fir
     case v_scale:
       if (rank == 2 || rank == 3) return all.first(rank);
       break;
+    case key_scale:
+      if (rank == 2) return all.subspan(2);
+      break;
     case slot_count: break;
   }
   return {};
@@ -64,6 +68,7 @@ const char* right_rank(Slot slot) {
     case q_scale:
     case k_scale:
     case v_scale: return "(batch, heads) or (batch, heads, blocks of 32 rows)";
+    case key_scale: return "(blocks of 32 keys, 4), as quantised";
     default: return "(batch, seqlen, heads, head_dim) or (total, heads, head_dim)";
   }
 }
@@ -132,7 +137,9 @@ Call::Call(const std::array<nb::handle, slot_count>& tensors,
 
 Tensor Call::tensor_like(Slot slot, const Array& array, const char* argument) const {
   if (!array.present()) return {};
-  const auto dims = dims_of(slot, array.shape().size(), heads_first_);
+  // Values beside key_scale are (batch, heads, head_dim, keys) in any layout.
+  const bool heads_first = heads_first_ && !(slot == v && arrays_[key_scale].present());
+  const auto dims = dims_of(slot, array.shape().size(), heads_first);
   if (dims.empty()) {
     refuse_value(std::string(argument) + " has shape " + shape_text(array) + "; it must be " +
                  right_rank(slot));
@@ -142,13 +149,16 @@ Tensor Call::tensor_like(Slot slot, const Array& array, const char* argument) co
 
 void Call::take_tensors(const std::array<nb::handle, slot_count>& tensors) {
   static constexpr std::array<Tensor Problem::*, slot_count> fields{
-      &Problem::q,     &Problem::k,       &Problem::v,       &Problem::out,
-      &Problem::lse,   &Problem::bias,    &Problem::mask,    &Problem::sink,
-      &Problem::alibi, &Problem::q_scale, &Problem::k_scale, &Problem::v_scale};
+      &Problem::q,       &Problem::k,       &Problem::v,        &Problem::out,   &Problem::lse,
+      &Problem::bias,    &Problem::mask,    &Problem::sink,     &Problem::alibi, &Problem::q_scale,
+      &Problem::k_scale, &Problem::v_scale, &Problem::key_scale};
   for (std::size_t i = 0; i < slot_count; ++i) {
     const auto slot = static_cast<Slot>(i);
     const Access access = slot == out || slot == lse ? Access::write : Access::read;
     arrays_[i] = Array(tensors[i], name(slot), access);
+  }
+  for (std::size_t i = 0; i < slot_count; ++i) {
+    const auto slot = static_cast<Slot>(i);
     problem_.*fields[i] = tensor_like(slot, arrays_[i], name(slot));
   }
 }

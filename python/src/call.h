@@ -41,6 +41,7 @@ enum Slot : std::size_t {
   q_scale,
   k_scale,
   v_scale,
+  key_scale,
   slot_count
 };
 // Lengths likewise.

@@ -19,7 +19,7 @@ class Signature {
     add(device);
     add(call.device().id);
     for (const Tensor* tensor : {&p.q, &p.k, &p.v, &p.out, &p.lse, &p.bias, &p.mask, &p.sink,
-                                 &p.alibi, &p.q_scale, &p.k_scale, &p.v_scale}) {
+                                 &p.alibi, &p.q_scale, &p.k_scale, &p.v_scale, &p.key_scale}) {
       add(*tensor);
     }
     for (const auto lengths :
@@ -49,13 +49,6 @@ class Signature {
     add(std::min(std::countr_zero(reinterpret_cast<std::uintptr_t>(tensor.data)), most_alignment));
   }
 
-  [[nodiscard]] const std::string& bytes() const { return bytes_; }
-
- private:
-  static constexpr std::size_t usual_bytes = 1024;
-  // 64 bytes: no kernel asks for more.
-  static constexpr int most_alignment = 6;
-
   template <typename Value>
   void add(Value value) {
     static_assert(std::is_arithmetic_v<Value> || std::is_enum_v<Value>);
@@ -63,6 +56,13 @@ class Signature {
     bytes_.resize(at + sizeof value);
     std::memcpy(bytes_.data() + at, &value, sizeof value);
   }
+
+  [[nodiscard]] const std::string& bytes() const { return bytes_; }
+
+ private:
+  static constexpr std::size_t usual_bytes = 1024;
+  // 64 bytes: no kernel asks for more.
+  static constexpr int most_alignment = 6;
 
   std::string bytes_;
 };
@@ -135,6 +135,29 @@ void attention_backward_on_device(const Call& call, const Gradients& gradients, 
   const Workspace workspace(call, allocate, plan.workspace_bytes());
   const nb::gil_scoped_release unlocked;
   plan.run(call.problem(), gradients, workspace.bytes());
+}
+
+QuantizePlan quantize_plan_on_device(const Call& call, const Quantization& quantization,
+                                     ValueLayout values, const PagePool& pool, Device device) {
+  Signature signature(call, device);
+  signature.add(quantization.dtype);
+  signature.add(quantization.scales);
+  signature.add(quantization.rotate);
+  signature.add(quantization.seed);
+  signature.add(quantization.rotary.interleaved);
+  signature.add(quantization.rotary.first_position);
+  for (const Tensor* table : {&quantization.rotary.cos, &quantization.rotary.sin}) {
+    signature.add(*table);
+    signature.add(reinterpret_cast<std::uintptr_t>(table->data));  // which the plan keeps
+  }
+  signature.add(values);
+  signature.add(pool.pages);
+  signature.add(pool.page_size);
+  return plan_of<QuantizePlan>(signature, [&] {
+    const Options options = options_for(device);
+    return pool.pages == 0 ? plan_quantize(call.problem(), quantization, values, options)
+                           : plan_quantize(call.problem(), quantization, pool, options);
+  });
 }
 
 double seconds_of_launch(const Call& call, int repeat, nb::handle allocate) {

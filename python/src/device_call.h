@@ -2,6 +2,7 @@
 // allocator, and nothing that waits.
 #pragma once
 
+#include "fovea/fp8.hpp"
 #include "python/call.h"
 
 namespace fovea::python {
@@ -12,6 +13,12 @@ namespace fovea::python {
 void attention_on_device(const Call& call, nb::handle allocate, Device device);
 void attention_backward_on_device(const Call& call, const Gradients& gradients, nb::handle allocate,
                                   Device device);
+
+// pool.pages = 0: dense or packed operands, values as `values` says.
+[[nodiscard]] QuantizePlan quantize_plan_on_device(const Call& call,
+                                                   const Quantization& quantization,
+                                                   ValueLayout values, const PagePool& pool,
+                                                   Device device);
 
 // Seconds that Plan::run takes of the calling thread, of `repeat` runs.
 [[nodiscard]] double seconds_of_launch(const Call& call, int repeat, nb::handle allocate);

@@ -4,17 +4,16 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <memory>
 
 #include "fovea/device.hpp"
-#include "fovea/fp8.hpp"
 #include "python/array.h"
 #include "python/call.h"
 #include "python/device_call.h"
 #include "python/kv_cache.h"
+#include "python/quantize.h"
 #include "tools/program.h"
 
 namespace fovea::python {
@@ -92,89 +91,15 @@ void attention_backward(const Call& call, nb::handle dout, nb::handle dlse, nb::
   fovea::attention_backward(call.problem(), gradients);
 }
 
-// The shapes (codes, scales) of quantised q, k and v, as rows: (batch, seqlen, heads, head_dim) and
-// (batch, heads, blocks).
-using Shapes = std::vector<std::vector<std::int64_t>>;
-
-// A plan, and the tables that it reads whenever it runs.
-struct Quantizer {
-  QuantizePlan plan;
-  std::array<Array, 2> tables;
-};
-
-// cos and sin: (positions, pairs), or None.
-Quantizer plan_quantize(const Call& call, const std::string& dtype, const std::string& scales,
-                        bool rotate, std::uint64_t seed, nb::handle cos, nb::handle sin,
-                        bool interleaved, std::int64_t first_position) {
-  Quantization quantization;
-  quantization.dtype = dtype == "int8"          ? DType::s8
-                       : dtype == "float8_e5m2" ? DType::e5m2
-                                                : DType::e4m3;
-  const std::array names{"tensor", "head", "block"};
-  const auto found = std::find(names.begin(), names.end(), scales);
-  if (found == names.end()) {
-    throw Error("scales is '" + scales + "'; it must be 'tensor', 'head' or 'block'");
+// values: "rows" or "transposed"; pages: 0 for none, else those of the pool that keys go to.
+Quantizer plan_quantize(const Call& call, const QuantizeSettings& settings,
+                        const std::string& values, std::int64_t pages, std::int64_t page_size,
+                        const std::string& device) {
+  if (values != "rows" && values != "transposed") {
+    throw Error("values is '" + values + "'; it must be 'rows' or 'transposed'");
   }
-  quantization.scales = static_cast<Fp8Scales>(found - names.begin());
-  quantization.rotate = rotate;
-  quantization.seed = seed;
-  quantization.rotary.interleaved = interleaved;
-  quantization.rotary.first_position = first_position;
-  static constexpr std::size_t dims[]{2, 3};
-  const auto table = [&](nb::handle object, const char* name, Tensor& to) {
-    Array array(object, name, Access::read);
-    if (!array.present()) return array;
-    if (array.shape().size() != std::size(dims)) {
-      throw nb::value_error((std::string(name) + " has " + std::to_string(array.rank()) +
-                             " dimensions; it must have 2, (positions, rotary_dim / 2)")
-                                .c_str());
-    }
-    if (!same_device(array.device(), call.device())) {
-      throw nb::value_error((std::string(name) + " is on " + device_name(array.device()) +
-                             " but q is on " + device_name(call.device()) +
-                             "; they must be on one device")
-                                .c_str());
-    }
-    to = to_tensor(array, name, dims);
-    return array;
-  };
-  std::array<Array, 2> tables{table(cos, "rotary_cos", quantization.rotary.cos),
-                              table(sin, "rotary_sin", quantization.rotary.sin)};
-  return {fovea::plan_quantize(call.problem(), quantization, ValueLayout::rows), std::move(tables)};
-}
-
-Shapes quantized_shapes(const Quantizer& quantizer) {
-  const Quantized to = quantizer.plan.operands();
-  Shapes shapes;
-  for (const Tensor* tensor : {&to.q, &to.k, &to.v}) {
-    shapes.emplace_back(tensor->shape.begin(), tensor->shape.end());
-  }
-  for (const Tensor* tensor : {&to.q_scale, &to.k_scale, &to.v_scale}) {
-    shapes.emplace_back(tensor->shape.begin(), tensor->shape.begin() + 3);
-  }
-  return shapes;
-}
-
-// tensors: q, k, v, q_scale, k_scale and v_scale, dense, in the shapes of quantized_shapes() and
-// 8-bit or float32 elements.
-void quantize(const Quantizer& quantizer, const Call& call, const std::vector<nb::object>& tensors,
-              nb::handle workspace) {
-  static constexpr std::array fields{&Quantized::q,       &Quantized::k,       &Quantized::v,
-                                     &Quantized::q_scale, &Quantized::k_scale, &Quantized::v_scale};
-  Quantized to = quantizer.plan.operands();
-  std::array<Array, std::size(fields) + 1> alive;
-  for (std::size_t i = 0; i < fields.size(); ++i) {
-    alive[i] = Array(tensors.at(i), "a quantised tensor", Access::write);
-    (to.*fields[i]).data = alive[i].data();
-  }
-  Array& scratch = alive.back();
-  scratch = Array(workspace, "workspace", Access::write);
-  std::span<std::byte> bytes;
-  if (scratch.present()) {
-    bytes = {static_cast<std::byte*>(scratch.data()), static_cast<std::size_t>(scratch.shape()[0])};
-  }
-  const nb::gil_scoped_release unlocked;
-  quantizer.plan.run(call.problem(), to, bytes);
+  return {call, settings, values == "rows" ? ValueLayout::rows : ValueLayout::transposed,
+          PagePool{pages, page_size}, to_device(device)};
 }
 
 Plan plan(const Call& call, const std::string& device, int threads) {
@@ -400,12 +325,13 @@ void bind_call(nb::module_& module) {
              std::int64_t window_left, std::int64_t window_right, double softcap, double dropout_p,
              std::uint64_t dropout_seed, std::uint64_t dropout_offset, int num_splits,
              bool deterministic, std::uintptr_t stream, bool heads_first, nb::handle q_scale,
-             nb::handle k_scale, nb::handle v_scale) {
-            new (self) Call({q, k, v, out, lse, bias, mask, sink, alibi, q_scale, k_scale, v_scale},
-                            {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table},
-                            {max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_left,
-                             window_right, softcap, dropout_p, dropout_seed, dropout_offset,
-                             num_splits, deterministic, stream, heads_first});
+             nb::handle k_scale, nb::handle v_scale, nb::handle key_scale) {
+            new (self) Call(
+                {q, k, v, out, lse, bias, mask, sink, alibi, q_scale, k_scale, v_scale, key_scale},
+                {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table},
+                {max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_left, window_right,
+                 softcap, dropout_p, dropout_seed, dropout_offset, num_splits, deterministic,
+                 stream, heads_first});
           },
           "q"_a.none(), "k"_a.none(), "v"_a.none(), "out"_a.none(), "lse"_a.none(), "bias"_a.none(),
           "mask"_a.none(), "sink"_a.none(), "alibi"_a.none(), "cu_seqlens_q"_a.none(),
@@ -414,25 +340,41 @@ void bind_call(nb::module_& module) {
           "causal"_a, "window_left"_a, "window_right"_a, "softcap"_a, "dropout_p"_a,
           "dropout_seed"_a, "dropout_offset"_a, "num_splits"_a, "deterministic"_a, "stream"_a,
           "heads_first"_a, "q_scale"_a.none() = nb::none(), "k_scale"_a.none() = nb::none(),
-          "v_scale"_a.none() = nb::none());
+          "v_scale"_a.none() = nb::none(), "key_scale"_a.none() = nb::none());
+}
+
+void bind_quantize(nb::module_& module) {
+  nb::class_<QuantizeSettings>(module, "Quantization", "How tensors become eight bits.")
+      .def(
+          "__init__",
+          [](QuantizeSettings* self, const std::string& dtype, const std::string& scales,
+             bool rotate, std::uint64_t seed, nb::handle rotary_cos, nb::handle rotary_sin,
+             bool rotary_interleaved, std::int64_t first_position) {
+            new (self) QuantizeSettings(dtype, scales, rotate, seed, rotary_cos, rotary_sin,
+                                        rotary_interleaved, first_position);
+          },
+          "dtype"_a, "scales"_a, "rotate"_a, "seed"_a, "rotary_cos"_a.none() = nb::none(),
+          "rotary_sin"_a.none() = nb::none(), "rotary_interleaved"_a = false,
+          "first_position"_a = 0);
+  nb::class_<Quantizer>(module, "QuantizePlan", "Quantisation of the tensors of a call.")
+      .def_prop_ro("workspace_bytes", &Quantizer::workspace_bytes)
+      .def_prop_ro("shapes", &Quantizer::shapes)
+      .def("run", &Quantizer::run, "call"_a, "tensors"_a, "block_table"_a.none() = nb::none(),
+           "first_keys"_a.none() = nb::none(), "workspace"_a.none() = nb::none());
+  module.def("plan_quantize", plan_quantize, nb::keep_alive<0, 2>(), "call"_a, "settings"_a,
+             "values"_a = "transposed", "pages"_a = 0, "page_size"_a = 0, "device"_a = "auto");
 }
 
 void bind(nb::module_& module) {
   nb::register_exception_translator(translate);
   bind_call(module);
   bind_device_memory(module);
+  bind_quantize(module);
   nb::class_<Plan>(module, "Plan", "A validated call with its chosen configuration.")
       .def_prop_ro("workspace_bytes", &Plan::workspace_bytes)
       .def_prop_ro("device", [](const Plan& self) { return std::string(name(self.device())); })
       .def("explain", &Plan::explain)
       .def("run", run, "call"_a, "workspace"_a.none());
-  nb::class_<Quantizer>(module, "QuantizePlan", "Quantisation of the tensors of a call.")
-      .def_prop_ro("workspace_bytes", [](const Quantizer& q) { return q.plan.workspace_bytes(); })
-      .def_prop_ro("shapes", quantized_shapes)
-      .def("run", quantize, "call"_a, "tensors"_a, "workspace"_a.none());
-  module.def("plan_quantize", plan_quantize, "call"_a, "dtype"_a, "scales"_a, "rotate"_a, "seed"_a,
-             "rotary_cos"_a.none(), "rotary_sin"_a.none(), "rotary_interleaved"_a,
-             "first_position"_a);
   module.def("plan", plan, "call"_a, "device"_a, "threads"_a);
   module.def("attention", attention, "call"_a, "allocate"_a.none() = nb::none(),
              "device"_a = "auto");

@@ -200,6 +200,50 @@ def test_graph_replayed_with_other_lengths():
         torch.testing.assert_close(out, run())
 
 
+def test_graph_appends_to_quantized_pages():
+    """A step of decoding is captured once: keys are appended, queries quantised and attended."""
+    _, k, v = (x.cuda() for x in tensors())
+    q = torch.randn(2, 1, 8, 128, device="cuda", dtype=torch.bfloat16)
+    table = torch.randperm(12, device="cuda").to(torch.int32).reshape(2, 6)
+    step_k, step_v = torch.empty_like(k[:, :1]), torch.empty_like(v[:, :1])
+    lengths = torch.empty(2, dtype=torch.int32, device="cuda")
+
+    def pool():
+        made = fovea.QuantizedPages(12, 64, 2, 128, like=k, slots=2)
+        lengths.copy_(made.append(k[:, :60], v[:, :60], table, [0, 0]))
+        return made
+
+    def step(pages):
+        lengths.copy_(pages.append(step_k, step_v, table, lengths))
+        return fovea.flash_attn_with_kvcache(
+            k_cache=pages.k, v_cache=pages.v, key_scale=pages.key_scale,
+            **pages.queries(q)._asdict(), block_table=table, cache_seqlens=lengths,
+        )
+
+    def replayed(run):
+        outs = []
+        for place in range(60, 100):
+            step_k.copy_(k[:, place : place + 1])
+            step_v.copy_(v[:, place : place + 1])
+            outs.append(run().clone())
+        return outs
+
+    pages = pool()
+    expected = replayed(lambda: step(pages))  # which compiles everything, too
+    captured = pool()
+    graph = torch.cuda.CUDAGraph()
+    before = lengths.clone()
+    with torch.cuda.graph(graph):
+        out = step(captured)
+    lengths.copy_(before)
+    outs = replayed(lambda: (graph.replay(), out)[1])
+    for one, other in zip(outs, expected, strict=True):
+        assert torch.equal(one, other)
+    exact = fovea.flash_attn_func(q.cpu().float(), k[:, :100].cpu().float(),
+                                  v[:, :100].cpu().float())
+    assert (outs[-1].cpu().float() - exact).square().mean().sqrt() < 0.05
+
+
 def test_mixed_devices_and_what_a_gpu_cannot():
     q, k, v = tensors()
     with pytest.raises(ValueError, match="^k is on cpu but q is on cuda:0"):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from reference import attention
 
+import fovea
 from fovea import _native
 
 DEVICE = "emulated:sm_90a"
@@ -36,9 +37,9 @@ lent: list[DeviceArray] = []
 
 class DeviceArray:
     """A numpy array in the emulator's memory, laid out as the array is, `shift` elements from an
-    aligned address; NaN where the array has gaps."""
+    aligned address; NaN where the array has gaps. code: of the elements in DLPack."""
 
-    def __init__(self, array, shift=0):
+    def __init__(self, array, shift=0, code=None):
         self.like = array
         steps = [s // array.itemsize for s in array.strides]
         count = 1 + sum(s * (n - 1) for s, n in zip(steps, array.shape, strict=True))
@@ -52,7 +53,7 @@ class DeviceArray:
         kind = array.dtype.kind
         self.tensor = Tensor(
             self.memory.address + shift * array.itemsize, 2, 0, array.ndim,
-            {"f": 2, "i": 0, "u": 1}[kind], 8 * array.itemsize, 1,
+            {"f": 2, "i": 0, "u": 1}[kind] if code is None else code, 8 * array.itemsize, 1,
             (ctypes.c_int64 * array.ndim)(*array.shape), (ctypes.c_int64 * array.ndim)(*steps),
         )
 
@@ -160,6 +161,65 @@ def test_backward(rng, allocate):
     )
     for mine, other in zip(results, expected, strict=True):
         np.testing.assert_allclose(mine.back(), other, atol=5e-3, rtol=5e-3)
+
+
+def test_pages_of_eight_bits(rng, allocate):
+    """Keys go into pages, and attention reads them there: as on the CPU, to the byte."""
+    float8_e4m3fn = 10
+    q, k, v = tensors(rng)
+    # Here a sequence has its last key in the middle of a block.
+    table, first, used = (np.array(x, np.int32) for x in ([[2, 0, 5]], [32], [38]))
+    made = []
+    for there in (False, True):
+        def put(array, code=None, there=there):
+            return DeviceArray(array, code=code) if there else array
+
+        def back(array, there=there):
+            if there:
+                array.back()
+            return (array.view if there else array).copy()
+
+        def codes(shape, there=there):
+            made = np.full(shape, 77, np.uint8)
+            return DeviceArray(made, code=float8_e4m3fn) if there else made
+
+        shapes = fovea.QuantizedPages.shapes(6, 32, 2, 32)
+        pool = [codes(shapes[0]), codes(shapes[1]), put(np.full(shapes[2], 77.0, np.float32))]
+        queries = [codes((1, 33, 4, 32)), put(np.zeros((1, 4, 2), np.float32))]
+        if not there:
+            ml_dtypes = pytest.importorskip("ml_dtypes")
+            pool[:2] = (x.view(ml_dtypes.float8_e4m3fn) for x in pool[:2])
+            queries[0] = queries[0].view(ml_dtypes.float8_e4m3fn)
+        how = _native.Quantization("float8_e4m3fn", "block", True, 0)
+        device = DEVICE if there else "auto"
+        block_table = put(table)
+        for begin, end, where, count in ((0, 32, None, None), (32, 70, first, used)):
+            step = _native.Call(
+                put(q), put(k[:, begin:end].copy()), put(v[:, begin:end].copy()),
+                put(np.zeros_like(q)), *(None,) * 8, None if count is None else put(count), None,
+                0, 0, None, False, -1, -1, 0.0, 0.0, 0, 0, 0, False, 0, False,
+            )
+            plan = run(
+                lambda *a: _native.plan_quantize(*a, pages=6, page_size=32, device=device), step,
+                how,
+            )
+            assert plan.workspace_bytes == 0
+            tensors_of = [*queries, *pool, None, None]
+            plan.run(step, tensors_of, block_table, None if where is None else put(where))
+        out = put(np.zeros((1, 33, 4, 32), np.float32))
+        attended = _native.Call(
+            queries[0], pool[0], pool[1], out, *(None,) * 8, put(np.array([70], np.int32)),
+            block_table, 0, 0, 32**-0.5, True, -1, -1, 0.0, 0.0, 0, 0, 0, False, 0, False,
+            queries[1], None, None, pool[2],
+        )
+        run(_native.attention, attended, allocate, device)
+        made.append([back(x) for x in (*pool, *queries, out)])
+    for here, there in zip(made[0][:5], made[1][:5], strict=True):
+        np.testing.assert_array_equal(here.view(np.uint8), there.view(np.uint8))
+    expected, _ = attention(q, k, v, causal=True)
+    for results in made:
+        assert np.sqrt(np.mean((results[5] - expected) ** 2)) < 0.04
+    np.testing.assert_allclose(made[1][5], made[0][5], atol=0.05)
 
 
 def test_devices_do_not_mix(rng, allocate):

@@ -149,6 +149,10 @@ void check_page_numbers(const QuantizePlan::Choice& choice, const Problem& probl
     require(end <= room, "first_keys is ", first, " at entry ", b, ", whose ", end - first,
             " keys would end at ", end, ", but a row of block_table has room for ", room);
     if (end == first) continue;
+    const core::Rotary& rotary = choice.options.rotary;
+    require(!rotary || rotary.first + end <= rotary.positions, "first_keys is ", first,
+            " at entry ", b, ", whose last key would stand at position ", rotary.first + end - 1,
+            ", but rotary.cos has ", rotary.positions, " rows");
     for (std::int64_t i = first / pool.page_size; i <= (end - 1) / pool.page_size; ++i) {
       const auto row = static_cast<std::int64_t>(b) * to.block_table_columns;
       const std::int32_t page = to.block_table[static_cast<std::size_t>(row + i)];

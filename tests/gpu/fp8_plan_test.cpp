@@ -499,6 +499,26 @@ TEST(Fp8Plan, RefusesARotaryEmbeddingThatDoesNotFit) {
             std::string::npos);
   EXPECT_NE(refusal(Angles(33).rotary(true, 0)).find("33 columns, which turn more than"),
             std::string::npos);
+  // Where keys go decides among pages.
+  Quantization turned;
+  turned.rotary = angles.rotary(false, 0);
+  const QuantizePlan quantizer = plan_quantize(call.problem, turned, PagePool{6, 64});
+  std::vector<std::byte> memory;
+  Quantized to = placed(quantizer.operands(), memory);
+  to.q.data = to.q_scale.data = nullptr;
+  const std::vector<std::int32_t> table{0, 1, 2, 3, 4, 5}, first{32};
+  to.block_table = table;
+  to.block_table_columns = 6;
+  quantizer.run(call.problem, to, {});
+  to.first_keys = first;
+  try {
+    quantizer.run(call.problem, to, {});
+    ADD_FAILURE() << "nothing was refused";
+  } catch (const Error& fault) {
+    EXPECT_NE(std::string(fault.what()).find("would stand at position 181, but rotary.cos has 160"),
+              std::string::npos)
+        << fault.what();
+  }
   Rotary half = angles.rotary(false, 0);
   half.sin.present = false;
   EXPECT_NE(refusal(half).find("give both or none"), std::string::npos);
