@@ -19,15 +19,15 @@
 // 1.5 x 2^23, so that they are fp32 numbers when the products end, and that number's share is
 // taken out by the addend: a move per score, 192 cycles of the issue slots. Weights and v are e4m3.
 //
-// Hopper's products of 8-bit floats add into accumulators of about 14 bits. A promoting kernel lets
-// them sum over C.promote key tiles only and adds the parts up in fp32: in registers where a tile
-// leaves room for them, else in shared memory.
+// Hopper's products of 8-bit floats add into accumulators of about 14 bits: a promoting kernel adds
+// the parts up in fp32 (device/fwd_sums_fp8_sm90.h).
 #pragma once
 
 #include "core/fp8.h"
 #include "device/fwd_fragments_sm90.h"
 #include "device/fwd_load_fp8_sm90.h"
 #include "device/fwd_sight.h"
+#include "device/fwd_sums_fp8_sm90.h"
 #include "device/fwd_tiles.h"
 #include "device/pipeline.h"
 #include "device/scores.h"
@@ -77,16 +77,7 @@ struct Fp8Compute {
   float reference[2];                               // per half: of t + log2 of v's scale
   float sum[2];                                     // this thread's share
   float row_scale;  // of this warp's q, and softmax_scale log2(e) unless transformed
-  // Sums in fp32, of what was in output before the last promotion.
-  static constexpr bool sums_here = core::fp8_sums_in_registers(C);
-  static constexpr bool sums_apart = C.promote > 0 && !sums_here;
-  float total[sums_here ? output_count : 1];
-  // What the sums in shared memory have to shrink by, where that is often. Else they shrink there:
-  // registers are dearer.
-  static constexpr bool remembers_factor = sums_apart && C.softmax == SoftmaxPolicy::online;
-  float sum_factor[2];
-  int32 until;    // key tiles that output still sums before it is promoted
-  bool promoted;  // the sums in shared memory hold something
+  Fp8Sums<C> sums = {plan, warpgroup};  // of what was in output before the last promotion
 
   __forceinline__ int32 warp() const { return warp_index() % 4; }
   __forceinline__ int32 first_row() const {
@@ -385,27 +376,7 @@ struct Fp8Compute {
   __forceinline__ void scale_output(const float (&factor)[2]) {
 #pragma unroll
     for (int32 i = 0; i < output_count; ++i) output[i] *= factor[(i / 2) % 2];
-    if constexpr (sums_here) {
-#pragma unroll
-      for (int32 i = 0; i < output_count; ++i) total[i] *= factor[(i / 2) % 2];
-    }
-    if constexpr (remembers_factor) {
-      sum_factor[0] *= factor[0];
-      sum_factor[1] *= factor[1];
-    } else if constexpr (sums_apart) {
-      if (promoted) scale_sums(factor);
-    }
-  }
-
-  __forceinline__ void scale_sums(const float (&factor)[2]) {
-#pragma unroll 4
-    for (int32 i = 0; i < output_count; i += 4) {
-      const uint4 bits = load_shared_x4(sums(i / 4));
-      store_shared_x4(sums(i / 4), {__float_as_uint(__uint_as_float(bits.x) * factor[0]),
-                                    __float_as_uint(__uint_as_float(bits.y) * factor[0]),
-                                    __float_as_uint(__uint_as_float(bits.z) * factor[1]),
-                                    __float_as_uint(__uint_as_float(bits.w) * factor[1])});
-    }
+    sums.scale(factor);
   }
 
   __forceinline__ void count(int32 which, bool happened) {
@@ -509,12 +480,12 @@ struct Fp8Compute {
   // Nothing is in flight here: registers are dear enough without its operands. Sums in registers
   // take the output, whose place is free meanwhile.
   __forceinline__ void take_again(const FwdTile& tile, int32 block, float (&factor)[2]) {
-    if constexpr (sums_here) promote();
+    if constexpr (Fp8Sums<C>::in_registers) sums.promote(output);
     compute_scores_again(tile, block);
     exponentiate_exact<false>(factor, {});
     count(1, true);
     count(1, true);
-    if constexpr (sums_here) {
+    if constexpr (Fp8Sums<C>::in_registers) {
 #pragma unroll
       for (int32 i = 0; i < output_count; ++i) output[i] = 0.0f;
     }
@@ -531,62 +502,6 @@ struct Fp8Compute {
   __forceinline__ void convert() {
 #pragma unroll
     for (int32 k = 0; k < C.tile_k / 32; ++k) convert(k);
-  }
-
-  // -- Two-level accumulation
-
-  __forceinline__ SharedAddress sums(int32 i) const {
-    return shared_address(plan.apart) + static_cast<uint32>(warpgroup) * (4 * Plan::apart_bytes) +
-           (static_cast<uint32>(i) * 128 + threadIdx.x % 128) * 16;
-  }
-
-  // What the sums hold is added to output.
-  __forceinline__ void add_sums() {
-    if constexpr (sums_here) {
-#pragma unroll
-      for (int32 i = 0; i < output_count; ++i) output[i] += total[i];
-      return;
-    }
-#pragma unroll
-    for (int32 i = 0; i < output_count; i += 4) {
-      const uint4 bits = load_shared_x4(sums(i / 4));
-      output[i] = fmaf(__uint_as_float(bits.x), sum_factor[0], output[i]);
-      output[i + 1] = fmaf(__uint_as_float(bits.y), sum_factor[0], output[i + 1]);
-      output[i + 2] = fmaf(__uint_as_float(bits.z), sum_factor[1], output[i + 2]);
-      output[i + 3] = fmaf(__uint_as_float(bits.w), sum_factor[1], output[i + 3]);
-    }
-  }
-
-  // Every C.promote key tiles, while scores are computed, output moves into the sums and starts
-  // from zero. Warpgroups in turns do so at different tiles, that one's way through shared memory
-  // lies under the other's products.
-  __forceinline__ void promote() {
-    until = C.promote;
-    if constexpr (sums_here) {
-#pragma unroll
-      for (int32 i = 0; i < output_count; ++i) {
-        total[i] += output[i];
-        output[i] = 0.0f;
-      }
-    } else {
-      if (promoted) add_sums();
-      promoted = true;
-#pragma unroll
-      for (int32 i = 0; i < output_count; i += 4) {
-        store_shared_x4(sums(i / 4),
-                        {__float_as_uint(output[i]), __float_as_uint(output[i + 1]),
-                         __float_as_uint(output[i + 2]), __float_as_uint(output[i + 3])});
-        output[i] = output[i + 1] = output[i + 2] = output[i + 3] = 0.0f;
-      }
-      sum_factor[0] = sum_factor[1] = 1.0f;
-    }
-    wgmma_hold(output);  // zeros in registers now, not behind the next product's fence
-  }
-
-  __forceinline__ void promote_if_due() {
-    if constexpr (C.promote > 0) {
-      if (until == 0) promote();
-    }
   }
 
   // -- Values that no row sees: 0 x NaN is NaN, so they are cleared before the product.
@@ -649,13 +564,7 @@ struct Fp8Compute {
     sum[0] = sum[1] = 0.0f;
 #pragma unroll
     for (int32 i = 0; i < output_count; ++i) output[i] = 0.0f;
-    until = C.promote - (C.ping_pong ? C.promote / C.warpgroups * warpgroup : 0);
-    promoted = false;
-    sum_factor[0] = sum_factor[1] = 1.0f;
-    if constexpr (sums_here) {
-#pragma unroll
-      for (int32 i = 0; i < output_count; ++i) total[i] = 0.0f;
-    }
+    sums.reset();
   }
 
   // The first block: its scores alone.
@@ -668,7 +577,7 @@ struct Fp8Compute {
     pass_turn();
     reset();
     load_row_scale(tile);
-    if constexpr (sums_apart && C.out_apart) wait_for_staging();
+    if constexpr (Fp8Sums<C>::in_memory && C.out_apart) wait_for_staging();
     wgmma_wait<0>();
     settle_scores();
     transform();
@@ -712,12 +621,12 @@ struct Fp8Compute {
     if constexpr (C.overlap) {
       issue_scores();
       if constexpr (exponentials_bind && guarded) load_scales();
-      promote_if_due();
+      sums.promote_if_due(output);
       issue_output();
       pass_turn();
       wgmma_wait<1>();
     } else {
-      promote_if_due();
+      sums.promote_if_due(output);
       issue_output();
       settle_output();
       issue_scores();
@@ -783,22 +692,19 @@ struct Fp8Compute {
   __forceinline__ void go_on(const FwdTile& tile, int32 block) {
     k_state.advance();
     if (block == tile.begin) release_q_early();
-    if constexpr (C.promote > 0) --until;
+    sums.count_tile();
     look_ahead();
   }
 
   // The last block's output.
   __forceinline__ void end(const FwdTile& tile) {
     clear_unseen_values(tile, tile.begin);
-    promote_if_due();
+    sums.promote_if_due(output);
     take_turn();
     issue_output();
     pass_turn();
     settle_output();
-    if constexpr (sums_here) add_sums();
-    if constexpr (sums_apart) {
-      if (promoted) add_sums();
-    }
+    sums.add_to(output);
   }
 
   // -- Results
@@ -843,7 +749,7 @@ struct Fp8Compute {
   // have been read.
   __forceinline__ void wait_for_staging() {
     if (lane_index() == 0) bulk_wait_read<0>();
-    if constexpr (sums_apart) {
+    if constexpr (Fp8Sums<C>::in_memory) {
       named_barrier_sync<128>(Plan::group_barrier + warpgroup);
     } else {
       __syncwarp();
