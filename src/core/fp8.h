@@ -114,9 +114,6 @@ struct PageTarget {
 
   constexpr explicit operator bool() const { return page_size > 0; }
   constexpr int64 first_key(int64 b) const { return first_keys != nullptr ? first_keys[b] : 0; }
-  constexpr int64 page(int64 b, int64 key) const {
-    return block_table[b * block_table_stride + key / page_size];
-  }
 };
 
 // k and v are pages as a quantiser writes them.
@@ -147,8 +144,8 @@ constexpr int64 first_block_k(const Problem& p, const Sequence& s, int64 b) {
 constexpr int64 key_scale_offset(const Problem& p, const View& scale, const Sequence& s, int64 b,
                                  int64 key, int64 head) {
   if (has_quantized_pages(p)) {
-    const int64 page = p.block_table[b * p.block_table_stride + key / p.page_size];
-    return scale_offset(scale, page, head, 0, key % p.page_size);
+    const KeyPlace at = page_of(p, b, key);
+    return scale_offset(scale, at.page, head, 0, at.row);
   }
   return scale_offset(scale, b, head, first_block_k(p, s, b), key);
 }

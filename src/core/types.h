@@ -163,12 +163,27 @@ constexpr Sequence sequence_at(const Problem& p, int64 b) {
   return s;
 }
 
+// Where a key lies among pages: in which, a batch index of k and v, and at which of its rows.
+struct KeyPlace {
+  int32 page, row;
+};
+
+// Of key `key` of sequence b, by anything that has a block table and a page size. It divides in the
+// type of `key`: 32 bits are enough on a device. There b lies in shared memory: by reference, it
+// takes no register before it is used.
+template <typename Paged, typename Index>
+constexpr KeyPlace page_of(const Paged& p, const auto& b, Index key) {
+  const auto size = static_cast<Index>(p.page_size);
+  const Index entry = key / size;
+  return {p.block_table[b * p.block_table_stride + entry], static_cast<int32>(key - entry * size)};
+}
+
 // Element offset of key row `key` of a sequence in k or v, head coordinate included.
 constexpr int64 key_offset(const Problem& p, const View& view, const Sequence& s, int64 b,
                            int64 key, int64 head) {
-  if (p.page_size > 0) {
-    const int64 page = p.block_table[b * p.block_table_stride + key / p.page_size];
-    return view.offset(page, key % p.page_size, head);
+  if (p.is_paged()) {
+    const KeyPlace at = page_of(p, b, key);
+    return view.offset(at.page, at.row, head);
   }
   return view.offset(s.batch_k, s.row_k + key, head);
 }

@@ -267,8 +267,8 @@ Place place_of(const Operand& o, const Rows& rows, int64 block) {
     return {rows.batch, rows.first + block * scale_block, rows.first_block + block};
   }
   const int64 key = o.target.first_key(rows.index) + block * scale_block;
-  const int64 row = key % o.rows;
-  return {o.target.page(rows.index, key), row, row / scale_block};
+  const core::KeyPlace at = core::page_of(o.target, rows.index, key);
+  return {at.page, at.row, at.row / scale_block};
 }
 
 // Codes as rows.

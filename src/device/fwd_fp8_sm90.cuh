@@ -430,7 +430,8 @@ struct Fp8Compute {
 #pragma unroll
         for (int32 n = 0; n < C.tile_k / 8; ++n, key += 8 * stride) {
           if (paged && n % (C.page_keys / 8) == 0) {
-            const KeyPlace at = find_page(params, tile, block * C.tile_k + 8 * n);
+            const auto first = static_cast<uint32>(block * C.tile_k + 8 * n);
+            const KeyPlace at = core::page_of(params, tile.sequence, first);
             key = keys + d + 16 * half + at.page * params.k_rows.stride[0] + at.row * stride;
           }
           // No instruction: one address and load at a time, since registers are dearer than time.

@@ -10,6 +10,7 @@
 namespace fovea::device {
 
 using core::FwdFp8Params;
+using core::KeyPlace;
 using core::KeyScale;
 using core::scale_block;
 
@@ -77,18 +78,6 @@ struct Fp8Plan {
                 "out is staged where q was");
 };
 
-// Where a key lies among pages.
-struct KeyPlace {
-  int32 page, row;
-};
-
-__forceinline__ KeyPlace find_page(const FwdFp8Params& params, const FwdTile& tile, int32 key) {
-  const uint32 size = static_cast<uint32>(params.page_size);
-  const uint32 entry = static_cast<uint32>(key) / size;
-  return {params.block_table[tile.sequence * params.block_table_stride + entry],
-          static_cast<int32>(static_cast<uint32>(key) - entry * size)};
-}
-
 // ---- Role: load, one thread; a warp where k and v lie in pages ----------------------------------
 
 template <FwdConfig C>
@@ -129,7 +118,8 @@ struct Fp8Load {
     // Pieces without a key that is seen repeat the nearest one with: their pages may not exist.
     const int32 first = tile.key_begin / keys * keys;
     const int32 last = (tile.key_end - 1) / keys * keys;
-    return find_page(params, tile, min(max(block * C.tile_k + own_keys(), first), last));
+    const int32 key = min(max(block * C.tile_k + own_keys(), first), last);
+    return core::page_of(params, tile.sequence, static_cast<uint32>(key));
   }
 
   __forceinline__ void load_k_pages(const FwdTile& tile, const KeyPlace& at) {

@@ -89,14 +89,12 @@ struct Load100 {
       const int32 first = tile.key_begin / box * box;
       const int32 last = (tile.key_end - 1) / box * box;
       const int32 key = min(max(block * C.tile_k + lane * box, first), last);
-      const int32 page = key / params.page_size;
-      const int32 batch = params.block_table[tile.sequence * params.block_table_stride + page];
-      const int32 row = key - page * params.page_size;
+      const core::KeyPlace at = core::page_of(params, tile.sequence, key);
 #pragma unroll
       for (int32 panel = 0; panel < panel_count; ++panel) {
         tma_load(shared_address(plan.keys[state.stage]) + panel * panel_bytes +
                      static_cast<uint32>(lane * box) * Plan::row_bytes,
-                 map, full, {panel * core::panel_columns, row, tile.head_kv, batch}, again);
+                 map, full, {panel * core::panel_columns, at.row, tile.head_kv, at.page}, again);
       }
       return;
     }

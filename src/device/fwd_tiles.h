@@ -258,9 +258,9 @@ __forceinline__ const uint16* key_row(const FwdParams& params, const core::Rows&
   int64 row = tile.row_k + key;
   if constexpr (C.source != Source::tma) {
     if (params.block_table != nullptr) {
-      const int32 page = key / params.page_size;
-      batch = params.block_table[tile.sequence * params.block_table_stride + page];
-      row = key - page * params.page_size;
+      const core::KeyPlace at = core::page_of(params, tile.sequence, key);
+      batch = at.page;
+      row = at.row;
     }
   }
   return rows.data + batch * rows.stride[0] + row * rows.stride[1] + tile.head_kv * rows.stride[2];

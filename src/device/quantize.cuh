@@ -254,9 +254,9 @@ struct QuantizeBlock {
       if (rows.used_rows == 0) return;
       const core::PageTarget& to = params.target;
       const auto key = static_cast<uint32>(to.first_key(rows.sequence) + rows.first_row - begin);
-      const uint32 page = key / static_cast<uint32>(to.page_size);
-      const uint32 row = key - page * static_cast<uint32>(to.page_size);
-      rows.to_batch = to.block_table[rows.sequence * to.block_table_stride + page];
+      const core::KeyPlace at = core::page_of(to, rows.sequence, key);
+      rows.to_batch = at.page;
+      const auto row = static_cast<uint32>(at.row);
       rows.to_row = row;
       rows.to_block = static_cast<int32>(row / scale_block);
     }
@@ -323,10 +323,9 @@ struct QuantizeBlock {
     int64 batch = rows.batch;
     int64 row = rows.first_row + row_of_block;
     if constexpr (C.paged) {
-      const auto size = static_cast<uint32>(params.page_size);
-      const uint32 page = static_cast<uint32>(row) / size;
-      batch = params.block_table[rows.sequence * params.block_table_stride + page];
-      row = static_cast<uint32>(row) - page * size;
+      const core::KeyPlace at = core::page_of(params, rows.sequence, static_cast<uint32>(row));
+      batch = at.page;
+      row = static_cast<uint32>(at.row);
     }
     return batch * params.stride[0] + row * params.stride[1] + rows.head * params.stride[2];
   }
