@@ -150,6 +150,20 @@ TEST(Model, SwitchesEachPartOfTheScheduleOff) {
   EXPECT_TRUE(without_overlap);
 }
 
+// Without a mask no row sees half of its first block, and tiles of 64 keys have no half.
+TEST(Model, ShowsSwitchesWhereTheyChangeSomething) {
+  const auto shows = [](const Configuration& c) {
+    return c.text.find("short_first=1") != std::string::npos;
+  };
+  for (const Configuration& c : configurations(shaped(8, 16, 4096, 128, false), {}, "h200")) {
+    EXPECT_FALSE(shows(c)) << c.text;
+    EXPECT_NE(c.text.find("overlap=1"), std::string::npos) << c.text;
+  }
+  for (const Configuration& c : configurations(shaped(8, 16, 4096, 128, true), {}, "h200")) {
+    EXPECT_EQ(shows(c), c.text.find("tile_k=128") != std::string::npos) << c.text;
+  }
+}
+
 // What a hand-set configuration may not be is said before anything is compiled.
 TEST(Model, RefusesConfigurationsWithoutRoom) {
   Options options;

@@ -34,13 +34,22 @@ struct Field {
   int32 high = 0;
 
   bool is_switch() const { return low != high; }
-  int32 flipped(const Config& c) const { return get(c) == low ? high : low; }
   int32 get(const Config& c) const { return number != nullptr ? c.*number : int32{c.*flag}; }
   void set(Config& c, int32 value) const {
     if (number != nullptr) c.*number = value;
     if (flag != nullptr) c.*flag = value != 0;
   }
+  Config flipped(Config c) const {
+    set(c, get(c) == low ? high : low);
+    return c;
+  }
 };
+
+// Of some configurations a switch changes nothing.
+template <typename Config>
+bool is_idle(const Field<Config>& field, const Config& c) {
+  return field.is_switch() && forward_expression(field.flipped(c)) == forward_expression(c);
+}
 
 constexpr std::array<Field<FwdConfig>, 12> fields_of(const FwdConfig*) {
   return {{{"warpgroups", &FwdConfig::warpgroups},
@@ -278,6 +287,7 @@ std::string forward_fields(const ForwardConfig& config) {
       [](const auto& c) {
         std::string result;
         for (const auto& field : fields<std::decay_t<decltype(c)>>()) {
+          if (is_idle(field, c)) continue;
           result += text(result.empty() ? "" : ",", field.name, "=", field.get(c));
         }
         return result;
@@ -325,12 +335,9 @@ std::vector<ForwardConfig> forward_ablations(const ForwardConfig& chosen) {
   std::visit(
       [&](const auto& c) {
         for (const auto& field : fields<std::decay_t<decltype(c)>>()) {
-          if (!field.is_switch()) continue;
-          auto changed = c;
-          field.set(changed, field.flipped(c));
-          // Of some configurations a switch changes nothing.
-          const bool same = forward_expression(changed) == forward_expression(c);
-          if (!same && objection(changed).empty()) list.emplace_back(changed);
+          if (!field.is_switch() || is_idle(field, c)) continue;
+          const auto changed = field.flipped(c);
+          if (objection(changed).empty()) list.emplace_back(changed);
         }
       },
       chosen);

@@ -15,7 +15,8 @@ namespace fovea::runtime {
 // the configuration lacks, and for a result that the chip has no room for.
 void override_forward(ForwardConfig& config, std::string_view text);
 
-// The fields that override_forward() takes, as it takes them.
+// The fields that override_forward() takes, as it takes them, without switches that change nothing
+// beside the others.
 std::string forward_fields(const ForwardConfig& config);
 
 // What speaks against a configuration before it is compiled: shared memory and registers. Empty
