@@ -78,36 +78,48 @@ FwdConfig in_pages(core::int32 head_dim, core::int32 tile_k, core::int32 promote
   return c;
 }
 
-std::vector<Variant> variants() {
-  std::vector<Variant> list = {{"gathered_d256_16", gathered(256, 16, 64)},
-                               {"gathered_d144", gathered(144, 144, 80)},
-                               {"gathered_d128_packed", gathered(128, 128, 112)},
-                               {"gathered_d16_256", gathered(16, 256, 64)},
-                               {"paged_d64_split", base(64, 64, 128)},
-                               {"e4m3_d64_q_in_registers", holding_q(64, 128, 0)},
-                               {"e4m3_d256_promoted_q_in_registers", holding_q(256, 64, 12)},
-                               {"halved_d192_128", halved(192, 128)},
-                               {"halved_d64", halved(64, 64)},
-                               {"e4m3_d128_promoted_pages", in_pages(128, 128, 6, 128)},
-                               {"e4m3_d256_promoted_pages", in_pages(256, 64, 12, 32)},
-                               {"ahead_d128_causal", looking_ahead(true)},
-                               {"ahead_d128_tail", looking_ahead(false)}};
-  list[5].config.warpgroups = 3;
-  list[5].config.stages = 4;
-  list[1].config.out_apart = false;
-  list[2].config.chunked = list[2].config.packed = true;
-  list[2].config.bound_left = list[2].config.bound_right = true;
-  list[3].config.softmax = SoftmaxPolicy::conditional;
-  FwdConfig& paged = list[4].config;
-  paged.stages = 4;
-  paged.source = Source::paged;
-  paged.bound_left = paged.ragged = paged.packed = paged.split = true;
-  paged.tma_out = false;
-  list[7].config.out_apart = false;
-  list[8].config.warpgroups = 3;
-  list[8].config.stages = 4;
-  return list;
+FwdConfig with(FwdConfig c, void (*change)(FwdConfig&)) {
+  change(c);
+  return c;
 }
+
+void staged_in_q(FwdConfig& c) { c.out_apart = false; }
+
+void three_warpgroups(FwdConfig& c) {
+  c.warpgroups = 3;
+  c.stages = 4;
+}
+
+void packed_window(FwdConfig& c) {
+  c.chunked = c.packed = true;
+  c.bound_left = c.bound_right = true;
+}
+
+void conditional(FwdConfig& c) { c.softmax = SoftmaxPolicy::conditional; }
+
+// Parts of packed heads, keys in pages.
+void split_pages(FwdConfig& c) {
+  c.stages = 4;
+  c.source = Source::paged;
+  c.bound_left = c.ragged = c.packed = c.split = true;
+  c.tma_out = false;
+}
+
+const Variant variants[] = {
+    {"gathered_d256_16", gathered(256, 16, 64)},
+    {"gathered_d144", with(gathered(144, 144, 80), staged_in_q)},
+    {"gathered_d128_packed", with(gathered(128, 128, 112), packed_window)},
+    {"gathered_d16_256", with(gathered(16, 256, 64), conditional)},
+    {"paged_d64_split", with(base(64, 64, 128), split_pages)},
+    {"e4m3_d64_q_in_registers", with(holding_q(64, 128, 0), three_warpgroups)},
+    {"e4m3_d256_promoted_q_in_registers", holding_q(256, 64, 12)},
+    {"halved_d192_128", with(halved(192, 128), staged_in_q)},
+    {"halved_d64", with(halved(64, 64), three_warpgroups)},
+    {"e4m3_d128_promoted_pages", in_pages(128, 128, 6, 128)},
+    {"e4m3_d256_promoted_pages", in_pages(256, 64, 12, 32)},
+    {"ahead_d128_causal", looking_ahead(true)},
+    {"ahead_d128_tail", looking_ahead(false)},
+};
 
 class CompileForward : public testing::TestWithParam<Variant> {};
 
@@ -120,7 +132,7 @@ TEST_P(CompileForward, SpillsNothing) {
   EXPECT_NO_THROW(runtime::default_jit().compile(request));
 }
 
-INSTANTIATE_TEST_SUITE_P(Variants, CompileForward, testing::ValuesIn(variants()),
+INSTANTIATE_TEST_SUITE_P(Variants, CompileForward, testing::ValuesIn(variants),
                          [](const auto& tested) { return tested.param.name; });
 
 }  // namespace
