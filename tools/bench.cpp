@@ -18,6 +18,7 @@
 #include "tools/json_output.h"
 #include "tools/measure.h"
 #include "tools/program.h"
+#include "tools/rotary.h"
 #include "tools/text.h"
 #include "tools/visible.h"
 #include "tools/workload.h"
@@ -181,6 +182,7 @@ BenchCommand::BenchCommand(CLI::App* app) : Command(app) {
          for (const std::string_view part : split(t, '/')) beside_.emplace_back(part);
        });
   add_problem_options(*app, options_);
+  add_rotary_options(*app, options_);
 }
 
 void BenchCommand::add_case(std::vector<Case>& list, const Shape& shape, DType dtype,
@@ -260,6 +262,17 @@ std::vector<Case> BenchCommand::cases() const {
     if (grid.empty()) add_own_grid(list, dtype);
   }
   return list;
+}
+
+// Tables of each case's own length, which its options then name.
+std::vector<RotaryTables> add_rotary(std::vector<Case>& list) {
+  std::vector<RotaryTables> tables;
+  tables.reserve(list.size());
+  for (Case& entry : list) {
+    const RotaryTables& made = tables.emplace_back(entry.options, entry.shape.seqlen_k);
+    entry.options.run = made.on_device(entry.options.run);
+  }
+  return tables;
 }
 
 Result BenchCommand::run_case(const Case& input, const CpuPeaks& peaks, double bandwidth) const {
@@ -369,7 +382,9 @@ void BenchCommand::execute_on_gpu(JsonOutput& json) const {
   options.backward = backward_;
   options.rounds = repeat_;
   options.quiet = options_.quiet || json.on_standard_output();
-  json.write(bench_gpu(cases(), options));
+  std::vector<Case> list = cases();
+  const std::vector<RotaryTables> rotary = add_rotary(list);
+  json.write(bench_gpu(list, options));
 }
 
 int BenchCommand::execute() {
@@ -381,7 +396,8 @@ int BenchCommand::execute() {
   if (sweep_ || ablate_ || !beside_.empty()) {
     throw Error("--sweep, --ablate and --beside measure a GPU; add --device cuda");
   }
-  const std::vector<Case> list = cases();
+  std::vector<Case> list = cases();
+  const std::vector<RotaryTables> rotary = add_rotary(list);
   // What is wrong with a case is said before the first one runs.
   for (const Case& entry : list) {
     const Workload workload = make_workload(entry.shape, entry.options);

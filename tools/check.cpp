@@ -1,6 +1,7 @@
 // fovea check: random input, computed and compared with the definition in fp64.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -10,6 +11,7 @@
 #include "tools/cpu_peak.h"
 #include "tools/json_output.h"
 #include "tools/program.h"
+#include "tools/rotary.h"
 #include "tools/text.h"
 #include "tools/workload.h"
 
@@ -78,6 +80,7 @@ class CheckCommand : public Command {
         ->type_name("N");
     app->add_flag("--backward", backward_, "Check the gradients, too")->disable_flag_override();
     add_problem_options(*app, options_);
+    add_rotary_options(*app, options_);
   }
 
   int execute() override {
@@ -86,7 +89,11 @@ class CheckCommand : public Command {
     Workload workload = make_workload(shape_, options_, true, packing_, seed_);
     const Problem& problem = workload.problem;
     if (backward_) add_gradients(workload, seed_);
-    const Plan chosen = plan(problem, options_.run);
+    // A table's row holds whole pages.
+    const std::int64_t positions =
+        std::max(shape_.seqlen_k, problem.block_table_columns * packing_.page_size);
+    const RotaryTables rotary(options_, positions);
+    const Plan chosen = plan(problem, rotary.on_device(options_.run));
     if (backward_) static_cast<void>(plan_backward(problem, workload.gradients, options_.run));
     Progress progress(backward_ ? 7 : 4, options_.quiet);
     progress.step("random input");
@@ -98,9 +105,9 @@ class CheckCommand : public Command {
     Statistics statistics;
     chosen.run(problem, workspace, &statistics);
     progress.step("definition in fp64");
-    const Reference exact = reference(problem, Precision::fp64, options_.run.threads);
+    const Reference exact = exact_of(problem, rotary);
     progress.step("naive in the same precision");
-    const Reference naive = naive_of(problem);
+    const Reference naive = naive_of(problem, rotary);
     const std::vector<Named> gradients =
         backward_ ? check_gradients(workload, progress) : std::vector<Named>{};
     progress.clear();
@@ -171,14 +178,21 @@ class CheckCommand : public Command {
     return verdicts;
   }
 
+  [[nodiscard]] Reference exact_of(const Problem& problem, const RotaryTables& rotary) const {
+    const int threads = options_.run.threads;
+    if (options_.rotary_columns == 0) return reference(problem, Precision::fp64, threads);
+    const Turned of = turned(problem, rotary.on_host({}).rotary);
+    return reference(of.problem, Precision::fp64, threads);
+  }
+
   // What the precision costs: a run without a fused kernel, or, where 8 bits are asked for, the
   // element-by-element twin of the kernel that computes so.
-  [[nodiscard]] Reference naive_of(const Problem& problem) const {
+  [[nodiscard]] Reference naive_of(const Problem& problem, const RotaryTables& rotary) const {
     if (!options_.run.eight_bits) {
       return reference(problem, Precision::same, options_.run.threads);
     }
     Fp8Arithmetic arithmetic;
-    arithmetic.quantization = options_.run.eight_bits->quantization;
+    arithmetic.quantization = rotary.on_host(options_.run.eight_bits->quantization);
     arithmetic.promote_keys = options_.run.eight_bits->promote_keys;
     return reference_fp8(problem, arithmetic, options_.run.threads);
   }

@@ -153,7 +153,37 @@ void add_eight_bits(CLI::App& app, ProblemOptions& o) {
        });
 }
 
+// "64" or "64,500000"
+void read_rotary(const std::string& text, ProblemOptions& options) {
+  const std::size_t comma = text.find(',');
+  const std::int64_t columns = parse_integer("--rotary", text.substr(0, comma), 2, max_extent);
+  if (columns % 2 != 0) {
+    throw Error(fmt::format("--rotary is {}; columns are turned in pairs, so give an even number",
+                            columns));
+  }
+  in_eight_bits(options);
+  options.rotary_columns = columns;
+  if (comma == std::string::npos) return;
+  options.rotary_base = parse_real("--rotary", text.substr(comma + 1));
+  if (!(options.rotary_base > 0.0f)) {
+    throw Error(fmt::format("--rotary has the base {}; it must be positive", options.rotary_base));
+  }
+}
+
 }  // namespace
+
+void add_rotary_options(CLI::App& app, ProblemOptions& options) {
+  CLI::Option* const rotary = add_text_option(
+      app, "--rotary", [&options](const std::string& text) { read_rotary(text, options); },
+      "Turn the first N columns of q and k by a rotary embedding of base B (10000) before they are "
+      "quantised");
+  rotary->type_name("N[,B]")->group("Eight bits");
+  app.add_flag("--rotary-interleaved", options.rotary_interleaved,
+               "Its pairs are neighbours, (0, 1), (2, 3), ...; else (0, N / 2), ...")
+      ->disable_flag_override()
+      ->needs(rotary)
+      ->group("Eight bits");
+}
 
 void add_problem_options(CLI::App& app, ProblemOptions& options) {
   const auto text = [&app](const char* flag, const char* type, const char* help,
@@ -232,6 +262,10 @@ std::string describe(const ProblemOptions& options) {
                         name(bits.quantization.dtype),
                         scales_names[static_cast<std::size_t>(bits.quantization.scales)].first,
                         bits.quantization.rotate ? ", rotated" : "", bits.promote_keys);
+    if (options.rotary_columns > 0) {
+      text += fmt::format(" rotary {},{}{}", options.rotary_columns, options.rotary_base,
+                          options.rotary_interleaved ? " interleaved" : "");
+    }
   }
   if (options.run.softmax != Softmax::automatic) {
     text += fmt::format(" softmax {}", name(options.run.softmax));

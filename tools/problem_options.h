@@ -26,6 +26,11 @@ struct ProblemOptions {
   Dropout dropout;
   std::int32_t splits = 0;
 
+  // Of quantised runs: columns of q and k that are turned, 0 for none (rotary.h).
+  std::int64_t rotary_columns = 0;
+  float rotary_base = 10000.0f;
+  bool rotary_interleaved = false;
+
   Options run;  // device, threads, softmax
 
   std::string json;  // file, "-" for standard output, empty for none
@@ -46,6 +51,9 @@ struct Shape {
 // Adds [problem] and the common options to a command. A value that cannot be read is an Error while
 // the command line is parsed. `options` must outlive the app.
 void add_problem_options(CLI::App& app, ProblemOptions& options);
+
+// Adds --rotary and --rotary-interleaved, for commands whose data are random.
+void add_rotary_options(CLI::App& app, ProblemOptions& options);
 
 // Adds --device, --threads, --json and --quiet alone.
 void add_common_options(CLI::App& app, ProblemOptions& options);

@@ -61,6 +61,8 @@ TEST(Options, AcceptsEveryOptionOfTheContract) {
             "");
   EXPECT_EQ(fault({"run", "--input", "a.safetensors", "b.safetensors", "--window", "-1,-1"}), "");
   EXPECT_EQ(fault({"bench", "--grid", "paper", "--d", "64,128", "--seqs", "512,1024"}), "");
+  EXPECT_EQ(fault({"bench", "--quantize", "head", "--rotary", "64,5e5", "--rotary-interleaved"}),
+            "");
   EXPECT_EQ(fault({"explain", "--shape=1,1,1,1,1,1"}), "");
   EXPECT_EQ(fault({"info"}), "");
   EXPECT_EQ(fault({"--help"}), "");
@@ -98,6 +100,10 @@ TEST(Options, NamesWhatIsWrong) {
       {{"run", "stray"}, "stray"},
       {{"run", "--out"}, "--out"},
       {{"bench", "--grid", "gpu"}, "--grid is 'gpu'"},
+      {{"bench", "--rotary", "many"}, "--rotary is 'many'"},
+      {{"bench", "--rotary", "63"}, "--rotary is 63; columns are turned in pairs"},
+      {{"bench", "--rotary", "64,-1"}, "--rotary has the base -1"},
+      {{"bench", "--rotary-interleaved"}, "--rotary"},
       {{"bench", "--heads", "8,2,2"}, "--heads is '8,2,2'"},
       {{"run", "--causal", "check", "--shape", "1,1,1,1,1,1"}, "check"},
   };

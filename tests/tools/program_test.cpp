@@ -244,6 +244,8 @@ TEST_F(Program, ChecksAnyCombinationOfOptions) {
        {"", "--causal", "--dtype bf16 --sink --softcap 20", "--dtype f16 --alibi --layout bhsd",
         "--window 5,3 --deterministic", "--dropout 0.2 --dropout-seed 9 --splits 3",
         "--softmax online", "--softmax conditional", "--softmax sum_guard --scale 2",
+        "--quantize block --rotary 16 --causal",
+        "--dtype f16 --ragged --rotary 24,500 --rotary-interleaved", "--page-size 16 --rotary 8",
         "--ragged --causal", "--page-size 16 --sink", "--ragged --page-size 5 --window 4,0",
         "--dtype bf16 --causal --window 30,0 --softcap 30 --sink --alibi --dropout 0.1 --seed 3"}) {
     const Ended ended = run(fmt::format("check --shape 2,6,2,37,61,24,40 {}", options));
@@ -251,6 +253,17 @@ TEST_F(Program, ChecksAnyCombinationOfOptions) {
     EXPECT_NE(ended.out.find("PASS\n"), std::string::npos);
     EXPECT_EQ(ended.err, "") << "a progress bar in a pipe?";
   }
+}
+
+TEST_F(Program, RefusesARotaryEmbeddingThatDoesNotFit) {
+  const std::string shape = "check --shape 1,2,2,9,9,16 ";
+  const auto said = [&](const char* options) { return run(shape + options).err; };
+  EXPECT_NE(said("--rotary 18").find("which turn more than the head dimension 16"),
+            std::string::npos);
+  EXPECT_NE(said("--rotary 16 --dtype e4m3").find("q is in 8 bits"), std::string::npos);
+  const Ended bench = run("bench --d 32 --seqs 64 --heads 2,2 --repeat 1 --rotary 32");
+  EXPECT_EQ(bench.status, 0) << bench.err;
+  EXPECT_NE(bench.out.find("rotary 32,10000"), std::string::npos) << bench.out;
 }
 
 TEST_F(Program, SpeaksJson) {
