@@ -115,6 +115,7 @@ void report_conflict(const AccessView& view, const Conflict& conflict, const std
 }  // namespace
 
 void Clock::join(const Clock& other, u32 parts) {
+  join_clusters(other);
   if (other.ticks_.empty()) return;
   if (ticks_.empty()) resize(other.agents_);
   const std::size_t n = std::size_t{parts} * agents_;
@@ -125,6 +126,41 @@ void Clock::join(const Clock& other, u32 parts) {
 
 void Clock::join_part(ClockPart to, const Clock& other, ClockPart from) {
   for (u32 i = 0; i < agents_; ++i) raise(to, i, other.at(from, i));
+}
+
+Releases Clock::releases_of(u32 cluster) const {
+  if (clusters_ == nullptr) return {};
+  const auto found = clusters_->find(cluster);
+  return found == clusters_->end() ? Releases{} : found->second;
+}
+
+void Clock::join_clusters(const Clock& other) {
+  if (other.clusters_ == nullptr || other.clusters_ == clusters_) return;
+  if (clusters_ == nullptr) {
+    clusters_ = other.clusters_;
+    return;
+  }
+  auto joined = std::make_shared<OtherClusters>(*clusters_);
+  for (const auto& [cluster, releases] : *other.clusters_) {
+    Releases& mine = (*joined)[cluster];
+    mine = {std::max(mine.seen, releases.seen), std::max(mine.proxied, releases.proxied)};
+  }
+  clusters_ = std::move(joined);
+}
+
+void Clock::see_release(u32 cluster, u32 count) {
+  auto more = clusters_ == nullptr ? std::make_shared<OtherClusters>()
+                                   : std::make_shared<OtherClusters>(*clusters_);
+  u32& seen = (*more)[cluster].seen;
+  seen = std::max(seen, count);
+  clusters_ = std::move(more);
+}
+
+void Clock::fence_clusters() {
+  if (clusters_ == nullptr) return;
+  auto fenced = std::make_shared<OtherClusters>(*clusters_);
+  for (auto& [cluster, releases] : *fenced) releases.proxied = releases.seen;
+  clusters_ = std::move(fenced);
 }
 
 void check_start_cluster(Cluster& cluster) {
@@ -175,8 +211,6 @@ AccessView view_of(Warp& warp, const Inst& inst, int lane) {
   view.lane = lane;
   view.inst = &inst;
   view.clock = &warp.check.clock;
-  view.known = &warp.check.known;
-  view.known_proxied = &warp.check.known_proxied;
   const bool lone = is_lone(warp);
   view.agent = lone ? warp.lone_agent : warp.agent;
   view.twin = lone ? warp.agent : warp.lone_agent;
@@ -439,8 +473,7 @@ bool ordered_global(const AccessView& view, u32 epoch, u32 cluster, u32 time) {
   if (cluster == static_cast<u32>(view.cluster->serial)) {
     return is_own(view, epoch >> kTickBits) || before(view, epoch, clock_ordered);
   }
-  const auto it = view.known->find(cluster);
-  return it != view.known->end() && it->second >= time;
+  return view.clock->releases_of(cluster).seen >= time;
 }
 
 std::string global_agent(const AccessView& view, u32 epoch, u32 cluster) {
@@ -461,12 +494,11 @@ void report_global(const AccessView& view, u64 address, Access access, const std
 // An addition after one that it has to follow.
 void check_sum(const AccessView& view, const GlobalCell& cell, u64 address) {
   const bool own = cell.write_cluster == static_cast<u32>(view.cluster->serial);
-  const auto proxied = view.known_proxied->find(cell.write_cluster);
+  const u32 proxied = view.clock->releases_of(cell.write_cluster).proxied;
   if (!ordered_global(view, cell.write, cell.write_cluster, cell.write_time)) {
     report_global(view, address, Access::atomic, global_agent(view, cell.write, cell.write_cluster),
                   true, cell.write_line);
-  } else if (!own && view.async &&
-             (proxied == view.known_proxied->end() || proxied->second < cell.write_time)) {
+  } else if (!own && view.async && proxied < cell.write_time) {
     report(view, FaultKind::missing_proxy_fence,
            "adds to global memory at " + hex(address) + " through the async proxy after " +
                global_agent(view, cell.write, cell.write_cluster) +
@@ -566,13 +598,6 @@ void pass_on(const Warp& warp, Clock& object, u32 parts) {
   include_own(warp, object, clock_ordered);
 }
 
-void join_known(std::unordered_map<u32, u32>& to, const std::unordered_map<u32, u32>& from) {
-  for (const auto& [cluster, time] : from) {
-    u32& mine = to[cluster];
-    mine = std::max(mine, time);
-  }
-}
-
 }  // namespace
 
 void check_lanes_meet(Warp& warp) {
@@ -641,19 +666,16 @@ void check_proxy_fence(Warp& warp, bool shared, bool global) {
   }
   if (global) {
     make_visible(clock_proxied_global);
-    join_known(warp.check.known_proxied, warp.check.known);
+    clock.fence_clusters();
   }
   tick(warp);
 }
 
 void check_memory_fence(Warp& warp) {
   WarpCheck& check = warp.check;
-  if (!check.acquired.empty()) check.clock.join(check.acquired);
-  join_known(check.known, check.known_acquired);
-  check.known_acquired.clear();
+  check.clock.join(check.acquired);
   check.fenced = check.clock;
   include_own(warp, check.fenced, clock_ordered);
-  check.known_fenced = check.known;
   check.fenced_time = warp.cluster->check.time++;
   tick(warp);
 }
@@ -674,13 +696,9 @@ void check_global_sync(Warp& warp, u64 address, bool release, bool acquire, bool
   const u32 mine = static_cast<u32>(warp.cluster->serial);
   if (load) {
     const bool same = sync.cluster == mine && !sync.clock.empty();
-    if (acquire) {
-      if (same) check.clock.join(sync.clock);
-      join_known(check.known, sync.known);
-    } else {
-      if (same) check.acquired.join(sync.clock);
-      join_known(check.known_acquired, sync.known);
-    }
+    Clock& taken = acquire ? check.clock : check.acquired;
+    if (same) taken.join(sync.clock);
+    taken.join_clusters(sync.clock);
   }
   if (!store) return;
   if (release) check_memory_fence(warp);
@@ -690,9 +708,7 @@ void check_global_sync(Warp& warp, u64 address, bool release, bool acquire, bool
     sync.cluster = mine;
   }
   sync.clock.join(check.fenced);
-  join_known(sync.known, check.known_fenced);
-  u32& time = sync.known[mine];
-  time = std::max(time, check.fenced_time);
+  sync.clock.see_release(mine, check.fenced_time);
 }
 
 void check_barrier_init(Warp& warp, Mbarrier& barrier) {

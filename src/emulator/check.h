@@ -23,6 +23,7 @@
 #pragma once
 
 #include <array>
+#include <map>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -57,6 +58,13 @@ enum ClockPart : u32 {
   clock_parts
 };
 
+// Of another cluster: how many releases to global memory are known, and how many of them lie before
+// a fence.proxy.async of global memory.
+struct Releases {
+  u32 seen = 0, proxied = 0;
+};
+using OtherClusters = std::map<u32, Releases>;
+
 class Clock {
  public:
   bool empty() const { return ticks_.empty(); }
@@ -70,15 +78,22 @@ class Clock {
     u32& value = ticks_[part * agents_ + agent];
     value = value < tick ? tick : value;
   }
-  // Takes over the first `parts` parts.
+  // Takes over the first `parts` parts, and what is known of other clusters.
   void join(const Clock& other, u32 parts = clock_tensor);
   void join_part(ClockPart to, const Clock& other, ClockPart from);
-  void clear() { ticks_.clear(); }
+
+  // Other clusters, whose agents have no ticks here.
+  Releases releases_of(u32 cluster) const;
+  void join_clusters(const Clock& other);
+  void see_release(u32 cluster, u32 count);
+  void fence_clusters();            // what is seen is also proxied
+  void clear() { ticks_.clear(); }  // of the ticks alone
   u32 agents() const { return agents_; }
 
  private:
   u32 agents_ = 0;
   std::vector<u32> ticks_;
+  std::shared_ptr<const OtherClusters> clusters_;  // shared by those who know the same; may be null
 };
 
 // State of one 32-bit word of shared memory, or of 16 lanes of a tensor-memory column.
@@ -117,8 +132,7 @@ struct GlobalShadow {
 // A word of global memory used for synchronisation.
 struct GlobalSync {
   Clock clock;
-  u64 cluster = 0;                     // whose clock it is
-  std::unordered_map<u32, u32> known;  // cluster -> release count
+  u64 cluster = 0;  // whose ticks they are
 };
 
 // What a warp knew of an operation before all lanes together waited for it.
@@ -140,8 +154,6 @@ struct WarpCheck {
   bool matrix_fence_seen = false;
   Clock fenced;    // clock at the last memory fence
   Clock acquired;  // taken by relaxed loads, valid after the next fence
-  std::unordered_map<u32, u32> known, known_acquired, known_fenced;
-  std::unordered_map<u32, u32> known_proxied;  // before the last fence.proxy.async on global memory
   u32 fenced_time = 0;
   std::unordered_map<u32, std::vector<i32>> flights;  // operation -> its registers
 };
@@ -166,8 +178,6 @@ struct AccessView {
   const Inst* inst = nullptr;
   const char* agent_name = "warp";
   const Clock* clock = nullptr;
-  const std::unordered_map<u32, u32>* known = nullptr;
-  const std::unordered_map<u32, u32>* known_proxied = nullptr;
   u32 agent = 0;
   u32 twin = 0;  // the warp's other agent
   u32 tick = 0;

@@ -544,8 +544,6 @@ AccessView AsyncOp::view() const {
   result.inst = inst;
   result.agent_name = name();
   result.clock = &clock;
-  result.known = &warp->check.known;
-  result.known_proxied = &warp->check.known_proxied;
   result.agent = result.twin = agent;
   result.tick = agent_clock;
   result.async = through_async_proxy();
