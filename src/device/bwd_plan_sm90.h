@@ -130,9 +130,13 @@ struct BwdPlan {
   Ring<dout_stages> dout_ring;  // with delta. free: each computing warp
   Ring<1> dq_ring[2];           // full: the threads of a warpgroup; free: the adding thread
   Ring<2> scores_ring;          // dq_apart. full: each computing warp; free: each warp of dq
+  Ring<2> turn_ring;            // full: the thread that waits for turns; free: that which adds
+  Ring<2> added_ring;           // full: the thread that adds; free: that which passes turns on
   Ring<1> keys_ring;            // k and v. free: each computing warp
-  Ring<2> work_ring;            // free: each computing warp, and whoever adds dq
+  Ring<2> work_ring;            // free: each computing warp, and each thread of a role for dq
   int32 index;                  // of the next block of keys, of the loading thread alone
+  BwdVisit added;               // dq_apart, of the passing thread: the step whose turn it has
+  uint32 turn;                  // dq_apart, of the waiting thread: that of the next step
   BwdWork<C> work[2];
 
   static constexpr uint32 consumer_warps = 8;
@@ -279,42 +283,97 @@ struct BwdLoad {
   }
 };
 
-// ---- Role: add dq, one thread -------------------------------------------------------------------
+// ---- Turns --------------------------------------------------------------------------------------
+//
+// In deterministic order: a counter for each block of rows has how many blocks of keys have added.
+
+template <BwdConfig C>
+struct BwdTurns {
+  const BwdParams& params;
+  const BwdWork<C>& work;
+
+  __forceinline__ uint32* counter(const BwdVisit& at) const {
+    return params.turns + visit_number<C>(params, work, at);
+  }
+
+  // How many blocks of keys add to a block of rows before this one.
+  __forceinline__ uint32 before(int32 block) const {
+    const BwdSequence& s = work.sequence;
+    const core::BlockRange keys =
+        core::block_range(core::Window{params.window_left, params.window_right}, s.length_q,
+                          s.length_k, block * core::rows_of(C),
+                          min((block + 1) * core::rows_of(C), s.length_q), core::keys_of(C));
+    const int64 own = work.key_begin / core::keys_of(C);
+    return static_cast<uint32>(core::last_keys_first(C) ? keys.end - 1 - own : own - keys.begin);
+  }
+
+  // Until `turn` blocks have added: what they wrote comes before what follows.
+  __forceinline__ void wait(const BwdVisit& at, uint32 turn) const {
+    const uint32* const added = counter(at);
+    while (load_acquire(added) != turn) {
+    }
+  }
+
+  __forceinline__ void pass(const BwdVisit& at) const { add_release(counter(at), 1u); }
+};
+
+// ---- Roles: wait for turns, add dq, pass turns on: one thread each ------------------------------
+//
+// A look at a counter takes the way to the L2 and back, and so do additions until they are complete
+// and what releases them: one thread that did it all would take longer than a step.
+
+// Every block of rows of every block of keys of this CTA: step(work, visit).
+template <BwdConfig C, typename Step>
+__forceinline__ void visit_all(BwdPlan<C>& plan, const BwdParams& params, Step step) {
+  RingState<2> state;
+  while (true) {
+    plan.work_ring.wait_full(state);
+    const BwdWork<C>& work = plan.work[state.stage];
+    if (work.last) return;
+    if (work.is_seen()) {
+      BwdVisit at = first_visit<C>(params, work);
+      const int32 end = work.block_end;
+#pragma unroll 1
+      do {
+        step(work, at);
+      } while (advance<C>(params, work, end, at));
+    }
+    plan.work_ring.release(state);
+    state.advance();
+  }
+}
+
+// Up to two steps ahead of the adding thread.
+template <BwdConfig C>
+__forceinline__ void bwd_await_turns(BwdPlan<C>& plan, const BwdParams& params) {
+  RingState<2> state;
+  visit_all<C>(plan, params, [&](const BwdWork<C>& work, const BwdVisit& at) {
+    const BwdTurns<C> turns{params, work};
+    plan.turn_ring.wait_free(state);
+    turns.wait(at, turns.before(at.block));
+    mbarrier_arrive(plan.turn_ring.full[state.stage]);
+    state.advance();
+  });
+}
+
+template <BwdConfig C>
+__forceinline__ void bwd_pass_turns(BwdPlan<C>& plan, const BwdParams& params) {
+  RingState<2> state;
+  visit_all<C>(plan, params, [&](const BwdWork<C>& work, const BwdVisit& at) {
+    plan.added_ring.wait_full(state);
+    BwdTurns<C>{params, work}.pass(at);
+    plan.added_ring.release(state);
+    state.advance();
+  });
+}
 
 template <BwdConfig C>
 struct BwdAdd {
   using Plan = BwdPlan<C>;
   Plan& plan;
   const BwdParams& params;
-  RingState<2> work_state;
   RingState<1> state[2];
-
-  __forceinline__ const BwdWork<C>& work() const { return plan.work[work_state.stage]; }
-
-  // How many blocks of keys add to a block of rows before this one.
-  __forceinline__ uint32 turn(int32 block) const {
-    const BwdSequence& s = work().sequence;
-    const core::BlockRange keys = core::block_range(
-        core::Window{params.window_left, params.window_right}, s.length_q, s.length_k,
-        block * Plan::rows, min((block + 1) * Plan::rows, s.length_q), core::keys_of(C));
-    const int64 own = work().key_begin / core::keys_of(C);
-    return static_cast<uint32>(core::last_keys_first(C) ? keys.end - 1 - own : own - keys.begin);
-  }
-
-  // Waits until those have added: what they wrote comes before what this one adds.
-  __forceinline__ void wait_turn(int64 number, int32 block) {
-    const uint32 before = turn(block);
-    while (load_acquire(params.turns + number) != before) {
-    }
-    fence_proxy_async_global();
-  }
-
-  // The additions themselves must be complete, not only their source read, before the next may add.
-  __forceinline__ void pass_turn(int64 number) {
-    bulk_wait<0>();
-    fence_proxy_async_global();
-    add_release(params.turns + number, 1u);
-  }
+  RingState<2> turn_state;
 
   // The j-th unit of a warpgroup for a block of rows.
   template <int32 warpgroup>
@@ -331,38 +390,43 @@ struct BwdAdd {
     state[warpgroup].advance();
   }
 
-  __forceinline__ void add_blocks() {
+  __forceinline__ void add_block(int64 number) {
     constexpr int32 units[2] = {dq_panels(C, 0).count, dq_panels(C, 1).count};
     static_assert(units[0] <= units[1]);
-    BwdVisit at = first_visit<C>(params, work());
-    const int32 end = work().block_end;
-#pragma unroll 1
-    do {
-      const int64 number = visit_number<C>(params, work(), at);
-      if constexpr (C.deterministic) wait_turn(number, at.block);
 #pragma unroll
-      for (int32 j = 0; j < units[1]; ++j) {
-        if (j < units[0]) add_unit<0>(number, j);
-        add_unit<1>(number, j);
-        if (j < units[0]) {
-          bulk_wait_read<1>();
-          release<0>();
-        }
-        bulk_wait_read<0>();
-        release<1>();
+    for (int32 j = 0; j < units[1]; ++j) {
+      if (j < units[0]) add_unit<0>(number, j);
+      add_unit<1>(number, j);
+      if (j < units[0]) {
+        bulk_wait_read<1>();
+        release<0>();
       }
-      if constexpr (C.deterministic) pass_turn(number);
-    } while (advance<C>(params, work(), end, at));
+      bulk_wait_read<0>();
+      release<1>();
+    }
+  }
+
+  __forceinline__ void wait_turn() {
+    plan.turn_ring.wait_full(turn_state);
+    plan.turn_ring.release(turn_state);
+    fence_proxy_async_global();
+  }
+
+  // The additions themselves must be complete, not only their source read, before the next may add.
+  __forceinline__ void hand_turn_over() {
+    plan.added_ring.wait_free(turn_state);
+    bulk_wait<0>();
+    fence_proxy_async_global();
+    mbarrier_arrive(plan.added_ring.full[turn_state.stage]);
+    turn_state.advance();
   }
 
   __forceinline__ void run() {
-    while (true) {
-      plan.work_ring.wait_full(work_state);
-      if (work().last) break;
-      if (work().is_seen()) add_blocks();
-      plan.work_ring.release(work_state);
-      work_state.advance();
-    }
+    visit_all<C>(plan, params, [&](const BwdWork<C>& work, const BwdVisit& at) {
+      if constexpr (C.deterministic) wait_turn();
+      add_block(visit_number<C>(params, work, at));
+      if constexpr (C.deterministic) hand_turn_over();
+    });
     bulk_wait<0>();
   }
 };

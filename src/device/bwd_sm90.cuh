@@ -415,6 +415,10 @@ struct BwdDq {
   // one is published.
   BwdVisit ahead{};
   bool published = false;
+  // What a thread does beside: one of each warp.
+  static constexpr int32 loads = 0, adds = 1, passes = 2, waits = 3;
+  const int32 warp = warp_index();
+  const int32 role = elect_one() ? warp : -1;
   int32 block_end = 0;
   RingState<2> work_state;
   RingState<2> scores_state;
@@ -444,37 +448,70 @@ struct BwdDq {
   }
 
   // Adds a unit that all have stored.
-  __forceinline__ void add(const BwdVisit& at, int32 unit, bool adds) {
+  __forceinline__ void add(const BwdVisit& at, int32 unit) {
     fence_proxy_async_shared();
     named_barrier_sync<Plan::dq_barrier, 128>();
-    if (!adds) return;
-    BwdAdd<C> turns{plan, params, work_state};
-    const int64 number = visit_number<C>(params, work(), at);
-    if (C.deterministic && unit == 0) turns.wait_turn(number, at.block);
+    if (role != adds) return;
+    if (C.deterministic && unit == 0) fence_proxy_async_global();
     bulk_reduce_add(sums_of(at, unit), shared_address(plan.dq[unit]), Plan::unit_bytes);
     bulk_commit();
-    if (C.deterministic && unit == 1) turns.pass_turn(number);
+  }
+
+  // The additions themselves must be complete, not only their source read, before the next may add.
+  __forceinline__ void wait_added() {
+    bulk_wait<0>();
+    fence_proxy_async_global();
+  }
+
+  // What takes the way to the L2 and back, each warp does one of: one has waited until the units
+  // of the step before this one are complete, one passes their turn on, one waits for the next.
+  __forceinline__ void take_turn(const BwdVisit& at) {
+    const BwdTurns<C> turns{params, work()};
+    if (role == passes) {
+      if (plan.added.head >= 0) turns.pass(plan.added);
+      plan.added = at;
+    }
+    if (role == waits) turns.wait(at, plan.turn);
+    __syncwarp();
+  }
+
+  // Behind the last step of a block of keys.
+  __forceinline__ void pass_last_turn() {
+    if (role == adds) wait_added();
+    named_barrier_sync<Plan::dq_barrier, 128>();
+    if (role == passes) {
+      BwdTurns<C>{params, work()}.pass(plan.added);
+      plan.added.head = -1;
+    }
+    __syncwarp();
   }
 
   // dq of a block, the second unit while the first one leaves.
-  __forceinline__ void step(const BwdVisit& at, bool adds) {
+  __forceinline__ void step(const BwdVisit& at) {
     float dq[unit_count];
     plan.scores_ring.wait_full(scores_state);
     issue(dq, 0);
-    if (adds) bulk_wait_read<0>();
+    if (role == adds) {
+      if constexpr (C.deterministic) {
+        wait_added();
+      } else {
+        bulk_wait_read<0>();
+      }
+    }
     named_barrier_sync<Plan::dq_barrier, 128>();
+    if constexpr (C.deterministic) take_turn(at);
     wgmma_wait<0>();
     wgmma_hold(dq);
     store(dq, 0);
     issue(dq, 1);
-    add(at, 0, adds);
+    add(at, 0);
     __syncwarp();
     wgmma_wait<0>();
     wgmma_hold(dq);
     if (lane_index() == 0) plan.scores_ring.release(scores_state);
     scores_state.advance();
     store(dq, 1);
-    add(at, 1, adds);
+    add(at, 1);
   }
 
   // Publishes the next block of keys, once.
@@ -492,9 +529,9 @@ struct BwdDq {
     advance<C>(params, work(), block_end, ahead);
   }
 
-  __forceinline__ void add_blocks(bool loads, bool adds) {
+  __forceinline__ void add_blocks() {
     BwdVisit at = first_visit<C>(params, work());
-    if (loads) {
+    if (role == loads) {
       ahead = at;
       load_next();
       load_next();
@@ -502,16 +539,19 @@ struct BwdDq {
     __syncwarp();
 #pragma unroll 1
     do {
-      step(at, adds);
-      if (loads) load_next();
+      if constexpr (C.deterministic) {
+        // Here, where no accumulator is alive.
+        if (role == waits) plan.turn = BwdTurns<C>{params, work()}.before(at.block);
+      }
+      step(at);
+      if (role == loads) load_next();
       __syncwarp();
     } while (advance<C>(params, work(), block_end, at));
+    if constexpr (C.deterministic) pass_last_turn();
   }
 
   __forceinline__ void run() {
-    const bool loads = warp_index() == 0 && elect_one();
-    const bool adds = warp_index() == 1 && elect_one();
-    if (loads) load.publish();
+    if (role == loads) load.publish();
     __syncwarp();
 #pragma unroll 1
     while (true) {
@@ -519,16 +559,16 @@ struct BwdDq {
       if (work().last) break;
       block_end = work().block_end;
       published = false;
-      if (loads) load.load_keys();
+      if (role == loads) load.load_keys();
       __syncwarp();
       plan.keys_ring.wait_full(keys_state(work_state));
-      if (work().is_seen()) add_blocks(loads, adds);
-      if (loads) publish_next();
+      if (work().is_seen()) add_blocks();
+      if (role == loads) publish_next();
       __syncwarp();
       if (lane_index() == 0) plan.work_ring.release(work_state);
       work_state.advance();
     }
-    if (adds) bulk_wait<0>();
+    if (role == adds) bulk_wait<0>();
   }
 };
 
@@ -549,7 +589,10 @@ __device__ void bwd(const BwdParams& params) {
     plan.scores_ring.init(Plan::consumer_warps, 4);
     plan.keys_ring.init(1, Plan::consumer_warps);
     plan.index = -1;
-    plan.work_ring.init(1, Plan::consumer_warps + (C.dq_apart ? 4 : 1));
+    plan.added.head = -1;
+    plan.turn_ring.init(1, 1);
+    plan.added_ring.init(1, 1);
+    plan.work_ring.init(1, Plan::consumer_warps + (C.dq_apart ? 4 : C.deterministic ? 3 : 1));
     fence_mbarrier_init();
     tma_prefetch_map(&params.q);
     tma_prefetch_map(&params.dout_map);
@@ -568,6 +611,10 @@ __device__ void bwd(const BwdParams& params) {
     registers_shrink<40>();
     if (warp == 0 && elect_one()) BwdLoad<C>{plan, params}.run();
     if (warp == 1 && elect_one()) BwdAdd<C>{plan, params}.run();
+    if constexpr (C.deterministic) {
+      if (warp == 2 && elect_one()) bwd_await_turns<C>(plan, params);
+      if (warp == 3 && elect_one()) bwd_pass_turns<C>(plan, params);
+    }
   } else {
     registers_grow<232>();
     if constexpr (!C.split_columns) {

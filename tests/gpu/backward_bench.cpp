@@ -110,14 +110,30 @@ BackwardFaultBench::BackwardFaultBench(std::string chip, const BwdConfig& config
     };
     of.right = run_backward(device, of.inputs, config);
   }
+  require_silence();
+}
+
+runtime::EmulationOptions BackwardFaultBench::options(const Run& run, Order order) const {
+  return {
+      .order = order, .seed = 2, .ordered_sums = config_.deterministic, .sm_count = run.sm_count};
+}
+
+// What is said of the kernel as it is would be said of every broken one, too.
+void BackwardFaultBench::require_silence() const {
+  for (const Run& run : runs_) {
+    for (const Order order : orders) {
+      WatchedDevice device(chip_, options(run, order));
+      if (run_backward(device, run.inputs, config_) != run.right) {
+        throw std::runtime_error("the gradients depend on the order of asynchronous work");
+      }
+    }
+  }
 }
 
 // Runs a text in place of the main kernel's; true where the emulator has something to say.
-bool BackwardFaultBench::objects(const Run& run, const std::string& text,
-                                 EmulationOptions::Order order, GradientBits& result) const {
-  WatchedDevice device(
-      chip_,
-      {.order = order, .seed = 2, .ordered_sums = config_.deterministic, .sm_count = run.sm_count});
+bool BackwardFaultBench::objects(const Run& run, const std::string& text, Order order,
+                                 GradientBits& result) const {
+  WatchedDevice device(chip_, options(run, order));
   device.change = [&](std::string image) {
     return image.find(entry_ + "(") != std::string::npos ? text : image;
   };
@@ -130,12 +146,11 @@ bool BackwardFaultBench::objects(const Run& run, const std::string& text,
 }
 
 FaultOutcome BackwardFaultBench::outcome_of(const Mutant& mutant) const {
-  using Order = EmulationOptions::Order;
   GradientBits result;
   bool wrong = false;
   bool reached = false;
   for (const Run& run : runs_) {
-    for (const Order order : {Order::lazy, Order::random, Order::eager}) {
+    for (const Order order : orders) {
       if (objects(run, mutant.ptx, order, result)) return FaultOutcome::reported;
       wrong = wrong || result != run.right;
     }

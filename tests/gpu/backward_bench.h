@@ -129,9 +129,13 @@ class BackwardFaultBench {
     GradientBits right;
   };
 
+  using Order = runtime::EmulationOptions::Order;
+  static constexpr Order orders[] = {Order::lazy, Order::random, Order::eager};
+
+  runtime::EmulationOptions options(const Run& run, Order order) const;
+  void require_silence() const;
   FaultOutcome outcome_of(const Mutant& mutant) const;
-  bool objects(const Run& run, const std::string& text, runtime::EmulationOptions::Order order,
-               GradientBits& result) const;
+  bool objects(const Run& run, const std::string& text, Order order, GradientBits& result) const;
 
   std::string chip_;
   core::BwdConfig config_;
