@@ -20,8 +20,10 @@ constexpr Explained harmless[] = {
     {"commit: wgmma", "issue_gradient(dv, weights, this->dout_tile());",
      "the next commit takes it along; dout is given back before q, which the loader waits for "
      "first"},
-    {"fence: proxy", "pass_turn(number);",
+    {"fence: proxy", "hand_turn_over();",
      "the wait shows the sums to this thread, and who takes the turn fences"},
+    {"wait: mbarrier", "hand_turn_over();",
+     "no order keeps the passing thread waiting for two steps of the others"},
     {"fence: proxy", "publish_cleared();", "what is cleared later is fenced, or there is nothing"},
     {"barrier", "publish_cleared();", "the clearing of rows follows"},
     {"fence: wgmma", "issue_dp(dscores);", "of dP nothing is written since the fence before S"},
