@@ -74,13 +74,14 @@ class QuantizePlan {
                                          ValueLayout values = ValueLayout::transposed,
                                          const Options& options = {});
 
-// A cache in pages that Hopper's kernel reads where they are. The operands of the plan are the
-// pool, k (pages, page_size, Hkv, D), v (pages, Hkv, Dv, page_size) and key_scale; those of a
-// problem whose k and v are `pages` dense sequences of page_size keys would be the same. run()
-// writes blocks of 32 keys, those of the problem's keys and no other: the last block of a sequence
-// may be short, and is written whole, with zeros behind. To append, a caller keeps the keys of a
-// last short block in 16 bits and has the block written again, from its beginning, whenever keys
-// join it. Two sequences may share pages to read, but in one run no two may write to one block.
+// A cache in pages, which Hopper's kernel reads where they are unless gathering them first is the
+// faster: Plan::explain() says which. The operands of the plan are the pool, k (pages, page_size,
+// Hkv, D), v (pages, Hkv, Dv, page_size) and key_scale; those of a problem whose k and v are
+// `pages` dense sequences of page_size keys would be the same. run() writes blocks of 32 keys,
+// those of the problem's keys and no other: the last block of a sequence may be short, and is
+// written whole, with zeros behind. To append, a caller keeps the keys of a last short block in 16
+// bits and has the block written again, from its beginning, whenever keys join it. Two sequences
+// may share pages to read, but in one run no two may write to one block.
 //
 //   codes.block_table = table; codes.first_keys = blocks;     // where the keys of this step go
 //   quantizer.run(step, codes, workspace);

@@ -310,6 +310,35 @@ struct QuantizeParams {
   PageTarget target;             // to_pages
 };
 
+// ---- The gathering kernel -----------------------------------------------------------------------
+
+// Pages of codes, which become the sequences of fp8_layout(). Strides in bytes; of scales in
+// elements.
+struct GatherParams {
+  const uint8* k = nullptr;
+  const uint8* v = nullptr;
+  const KeyScale* key_scale = nullptr;
+  int64 k_stride[3] = {};          // page, key, head
+  int64 v_stride[3] = {};          // page, column, head
+  int64 key_scale_stride[2] = {};  // page, head
+  const int32* block_table = nullptr;
+  int64 block_table_stride = 0;
+  const int32* seqused = nullptr;
+  int32 page_size = 0;
+  int32 sequences = 0;
+  int32 heads = 0;
+  int32 columns = 0;    // of k codes
+  int32 columns_v = 0;  // of v
+  int32 keys = 0;       // that a sequence may have
+  int32 blocks = 0;     // of them
+  uint8* k_to = nullptr;
+  uint8* v_to = nullptr;
+  KeyScale* key_scale_to = nullptr;
+};
+
+inline constexpr int32 gather_threads = 256;
+inline constexpr int32 gather_ctas = 4;  // of a multiprocessor, with 64 KB under way
+
 // ---- The kernel's view --------------------------------------------------------------------------
 
 // Widest swizzle whose rows divide a row of `bytes` bytes (a multiple of 32).

@@ -83,9 +83,6 @@ std::vector<std::string> forward_fp8_supports(const Problem& p, std::string_view
   refuse(codes == DType::s8 && arch != "sm_90a",
          "integers (s8) for q and k are Hopper's, sm_90a, and the device is " + std::string(arch) +
              ", so take e4m3");
-  refuse(core::has_quantized_pages(p) && arch != "sm_90a",
-         "its kernel reads no pages of transposed values, which Hopper's, sm_90a, does, so give v"
-         " in rows, which are gathered");
   refuse(p.head_dim > 256 || p.head_dim_v > 256,
          "it takes head dimensions up to 256 but they are " + std::to_string(p.head_dim) + " and " +
              std::to_string(p.head_dim_v));

@@ -10,6 +10,7 @@
 #include "fovea/device.hpp"
 #include "runtime/eight_bits.h"
 #include "runtime/forward_fp8.h"
+#include "runtime/gather_pages.h"
 #include "runtime/plan.h"
 #include "runtime/problem.h"
 #include "runtime/settings.h"
@@ -380,7 +381,7 @@ Target target_for(const Problem& problem, const Options& options, std::string_vi
   }
   const core::SoftmaxPolicy softmax = softmax_policy(options.softmax);
   if (eight_bits) {
-    return {*gpu, seen, choose_forward_fp8_sm100(seen, softmax, gpu->arch, codes)};
+    return {*gpu, seen, choose_forward_fp8_sm100(gathered(seen), softmax, gpu->arch, codes)};
   }
   return {*gpu, seen, choose_forward(seen, softmax, gpu->arch, gpu->sm_count)};
 }

@@ -1,12 +1,14 @@
 #include "runtime/fp8_program.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "runtime/devices.h"
 #include "runtime/eight_bits.h"
 #include "runtime/forward_fp8.h"
 #include "runtime/forward_tuning.h"
+#include "runtime/gather_pages.h"
 #include "runtime/plan.h"
 #include "runtime/text.h"
 
@@ -51,7 +53,8 @@ bool scales_in_place(const core::Problem& p, const core::Fp8Layout& l) {
          fits(s.stride[0], l.blocks_q * l.heads_q, l.batches_q);
 }
 
-// What is read where the caller has it; the rest is made in front of the kernel.
+// What is read where the caller has it, or copied from there; the rest is made in front of the
+// kernel.
 struct InPlace {
   explicit InPlace(const core::Problem& p) {
     const core::Fp8Layout l = core::fp8_layout(p);
@@ -76,7 +79,7 @@ struct InPlace {
     return {of_q, k ? Quantize::scales : Quantize::codes, Quantize::codes};
   }
 
-  bool pages = false;  // are read where they are
+  bool pages = false;  // are as a quantiser writes them
   bool q = false;
   bool q_scale = false;
   bool k = false;
@@ -85,8 +88,10 @@ struct InPlace {
 
 // Where the operands lie: with the caller, or one behind the other from a first address on.
 struct Places {
-  Places(const core::Problem& p, const InPlace& in_place, DeviceAddress first) {
+  // Keys and values are copied where pages are gathered.
+  Places(const core::Problem& p, InPlace in_place, bool gathers, DeviceAddress first) {
     const core::Fp8Layout l = core::fp8_layout(p);
+    if (gathers) in_place.k = in_place.values = false;
     const auto place = [&](bool is_there, const void* data, int64 bytes) {
       if (is_there) return reinterpret_cast<DeviceAddress>(data);
       const DeviceAddress address = first;
@@ -107,15 +112,6 @@ struct Places {
   DeviceAddress end;
 };
 
-// The problem as the forward kernel sees it: pages that it does not read have become sequences.
-core::Problem gathered(core::Problem p) {
-  if (core::has_quantized_pages(p)) return p;
-  p.block_table = nullptr;
-  p.block_table_stride = 0;
-  p.page_size = 0;
-  return p;
-}
-
 int shared_bytes_of(const core::FwdConfig& c) { return core::fp8_shared_bytes(c); }
 int shared_bytes_of(const core::Fwd100Config& c) { return core::shared_bytes(c); }
 
@@ -134,15 +130,23 @@ std::string explain_kernel(const Config& c) {
               "\n");
 }
 
+// What becomes of pages in front of the kernel.
+struct Pages {
+  const char* text = "";  // of explain(); empty: there are none
+  std::string why = {};
+  bool are_sequences = true;                        // for the kernel
+  std::shared_ptr<const GatherKernel> gather = {};  // of quantised ones; else a quantiser does
+};
+
 class Fp8Program final : public GpuProgram {
  public:
   Fp8Program(std::shared_ptr<const ForwardFp8Kernel> kernel, const core::Problem& problem,
-             Device& device, const core::QuantizeOptions& options)
+             Device& device, const core::QuantizeOptions& options, Pages pages)
       : kernel_(std::move(kernel)),
-        is_paged_(problem.is_paged()),
+        pages_(std::move(pages)),
         in_place_(problem),
         quantizer_(device, problem, options, in_place_.parts(), true),
-        scratch_bytes_(Places(problem, in_place_, 0).end + quantizer_.scratch_bytes(problem)) {}
+        scratch_bytes_(places(problem, 0).end + quantizer_.scratch_bytes(problem)) {}
 
   // The counters that hand out tiles.
   std::size_t zeroed_bytes() const override { return 2 * sizeof(core::uint32); }
@@ -153,7 +157,7 @@ class Fp8Program final : public GpuProgram {
     require(InPlace(problem) == in_place_ && quantizer_.suits(problem),
             "q, k or v is laid out in another way than when the plan was made, which decided by"
             " strides and alignments what to read in place; plan again");
-    const Places places(problem, in_place_, call.scratch);
+    const Places places = this->places(problem, call.scratch);
     ForwardCall forward{.problem = problem,
                         .scheduler = call.zeroed,
                         .workspace = 0,
@@ -161,7 +165,8 @@ class Fp8Program final : public GpuProgram {
                         .trace = {}};
     quantizer_.run_q(forward, places.operands, places.end, call.stream);
     quantizer_.run_keys(forward, places.operands, places.end, call.stream);
-    forward.problem = gathered(problem);
+    if (pages_.gather != nullptr) pages_.gather->run(problem, places.operands, call.stream);
+    if (pages_.are_sequences) forward.problem = gathered(problem);
     kernel_->run(forward, places.operands, call.stream);
   }
 
@@ -172,20 +177,25 @@ class Fp8Program final : public GpuProgram {
                       : "written";
     };
     const QuantizeParts parts = in_place_.parts();
-    const char* pages = !is_paged_        ? ""
-                        : in_place_.pages ? "pages      read in place\n"
-                                          : "pages      gathered in front of every run: values lie"
-                                            " in rows, not as a QuantizePlan writes pages\n";
+    const bool copied = pages_.gather != nullptr;
+    std::string pages = pages_.text;
+    if (!pages.empty()) pages = text("pages      ", pages, ": ", pages_.why, "\n");
     return pages +
            text("operands   q ", made(parts.q == Quantize::none, parts.q == Quantize::scales),
-                ", k ", made(parts.k == Quantize::none, parts.k == Quantize::scales), ", v ",
-                made(parts.v == Quantize::none, false), " (", scratch_bytes_, " bytes)\n") +
+                ", k ",
+                copied ? "copied" : made(parts.k == Quantize::none, parts.k == Quantize::scales),
+                ", v ", copied ? "copied" : made(parts.v == Quantize::none, false), " (",
+                scratch_bytes_, " bytes)\n") +
            std::visit([](const auto& c) { return explain_kernel(c); }, kernel_->config());
   }
 
  private:
+  Places places(const core::Problem& problem, DeviceAddress first) const {
+    return {problem, in_place_, pages_.gather != nullptr, first};
+  }
+
   std::shared_ptr<const ForwardFp8Kernel> kernel_;
-  bool is_paged_;
+  Pages pages_;
   InPlace in_place_;
   Quantizer quantizer_;
   std::size_t scratch_bytes_;
@@ -232,7 +242,7 @@ std::vector<std::string> supports(const core::Problem& problem, const GpuTarget&
     if (reasons.empty()) reasons = quantization_objections(problem);
     if (core::has_quantized_pages(problem) && !InPlace(problem).values) {
       reasons.emplace_back(
-          "it reads quantised pages where they are, of two or more columns of v and with strides"
+          "it takes quantised pages of two or more columns of v and with strides"
           " below 2^40 bytes");
     }
     return reasons;
@@ -243,6 +253,61 @@ std::vector<std::string> supports(const core::Problem& problem, const GpuTarget&
   return reasons;
 }
 
+namespace {
+
+struct Choice {
+  ForwardConfig config;
+  Pages pages;
+};
+
+Pages gathering_pages(Device& device, std::string why) {
+  static auto* const kernels = new SharedPrograms<GatherKernel>;
+  return {.text = "gathered in front of every run",
+          .why = std::move(why),
+          .gather = kernels->get(device, "",
+                                 [&] { return std::make_shared<const GatherKernel>(device); })};
+}
+
+// "gather=0" or "gather=1" among the fields set by hand, which is taken out of them.
+std::optional<bool> take_gather(std::string& fields) {
+  for (const bool gathers : {false, true}) {
+    const std::string field = gathers ? "gather=1" : "gather=0";
+    for (const std::string& whole : {field + ",", "," + field, field}) {
+      const std::size_t at = fields.find(whole);
+      if (at == std::string::npos) continue;
+      fields.erase(at, whole.size());
+      return gathers;
+    }
+  }
+  return std::nullopt;
+}
+
+Choice choose(const core::Problem& problem, Device& device, core::SoftmaxPolicy softmax,
+              int64 promote_keys, core::DType codes, std::optional<bool> gathers) {
+  const std::string_view arch = device.properties().arch;
+  const auto config_of = [&](const core::Problem& p) {
+    return choose_forward_fp8(p, softmax, arch, promote_keys, codes);
+  };
+  if (!problem.is_paged()) return {config_of(problem), {}};
+  if (!core::has_quantized_pages(problem)) {
+    return {config_of(gathered(problem)),
+            {.text = "gathered in front of every run",
+             .why = "values lie in rows, not as a QuantizePlan writes pages"}};
+  }
+  if (arch != "sm_90a") {
+    return {config_of(gathered(problem)),
+            gathering_pages(device, "the kernel reads none where they lie")};
+  }
+  const ForwardConfig in_place = config_of(problem);
+  Gathering choice = gathering_of(problem, std::get<core::FwdConfig>(in_place));
+  if (gathers) choice = {*gathers, "as the configuration asks"};
+  if (choice.gathers) return {config_of(gathered(problem)), gathering_pages(device, choice.why)};
+  return {in_place,
+          {.text = "read in place", .why = std::move(choice.why), .are_sequences = false}};
+}
+
+}  // namespace
+
 std::shared_ptr<const GpuProgram> prepare(const core::Problem& problem, Device& device,
                                           const Options& options) {
   static auto* const kernels = new SharedPrograms<ForwardFp8Kernel>;
@@ -250,19 +315,24 @@ std::shared_ptr<const GpuProgram> prepare(const core::Problem& problem, Device& 
   const core::QuantizeOptions quantization = quantize_options(bits.quantization);
   // One accumulator may have all keys where there are no more.
   const int64 promote_keys = bits.promote_keys >= problem.seqlen_k ? 0 : bits.promote_keys;
-  ForwardConfig config = choose_forward_fp8(gathered(problem), softmax_policy(options.softmax),
-                                            device.properties().arch, promote_keys,
-                                            core::code_type(problem.q.dtype, quantization));
-  override_forward(config, options.configuration);
+  std::string fields = options.configuration;
+  const bool may_gather =
+      core::has_quantized_pages(problem) && device.properties().arch == "sm_90a";
+  const std::optional<bool> gathers = may_gather ? take_gather(fields) : std::nullopt;
+  Choice chosen = choose(problem, device, softmax_policy(options.softmax), promote_keys,
+                         core::code_type(problem.q.dtype, quantization), gathers);
+  ForwardConfig& config = chosen.config;
+  override_forward(config, fields);
   if (auto* hopper = std::get_if<core::FwdConfig>(&config); hopper && hopper->page_keys > 0) {
     hopper->page_keys = core::fp8_page_keys(problem.page_size, hopper->tile_k);
   }
-  const bool by_hand = !options.configuration.empty();
+  const bool by_hand = !fields.empty();
   auto kernel = kernels->get(device, forward_fp8_text(config), [&] {
     return by_hand ? std::make_shared<const ForwardFp8Kernel>(device, config)
                    : fitting_kernel(device, config);
   });
-  return std::make_shared<const Fp8Program>(std::move(kernel), problem, device, quantization);
+  return std::make_shared<const Fp8Program>(std::move(kernel), problem, device, quantization,
+                                            std::move(chosen.pages));
 }
 
 }  // namespace fovea::runtime::fp8_program

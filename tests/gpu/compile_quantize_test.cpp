@@ -5,7 +5,9 @@
 
 #include <ostream>
 #include <string>
+#include <utility>
 
+#include "runtime/gather_pages.h"
 #include "runtime/quantize_gpu.h"
 #include "tests/jit/jit_support.h"
 
@@ -74,11 +76,20 @@ QuantizeConfig turned(QuantizeConfig c, core::RotaryPairs pairing) {
 
 class CompileQuantize : public testing::TestWithParam<Variant> {};
 
-TEST_P(CompileQuantize, SpillsNothing) {
+void expect_no_spills(std::string text, std::string arch) {
   runtime::CompileRequest request;
-  request.text = runtime::quantize_text(GetParam().config);
-  request.arch = "sm_90a";
+  request.text = std::move(text);
+  request.arch = std::move(arch);
   EXPECT_NO_THROW(runtime::default_jit().compile(request));
+}
+
+TEST_P(CompileQuantize, SpillsNothing) {
+  expect_no_spills(runtime::quantize_text(GetParam().config), "sm_90a");
+}
+
+// The kernel that gathers quantised pages, too.
+TEST(CompileGather, SpillsNothing) {
+  for (const char* arch : {"sm_90a", "sm_100a"}) expect_no_spills(runtime::gather_text(), arch);
 }
 
 INSTANTIATE_TEST_SUITE_P(

@@ -314,41 +314,118 @@ void expect_alike(const std::vector<double>& out, const Problem& problem, double
   EXPECT_LE(distance(out, reference(problem).out), 1.3 * twin + 2e-3);
 }
 
-// As the same keys lie densely: to the bit on the CPU, whose arithmetic does not know of pages; on
-// Hopper, which reads pages where they are, no worse than their twin.
-TEST(Fp8Pages, AreReadWhereTheyAre) {
+// The output under the plan, whose explanation says `what`.
+std::vector<double> output_of(Call& call, const Problem& problem, const Options& options,
+                              const char* what) {
+  const Plan chosen = plan(problem, options);
+  EXPECT_NE(chosen.explain().find(what), std::string::npos) << chosen.explain();
+  call.out.poison();
+  std::vector<std::byte> workspace(chosen.workspace_bytes());
+  chosen.run(problem, workspace);
+  EXPECT_EQ(call.out.foreign_bytes_changed(), 0);
+  return call.out.values();
+}
+
+// Pages of a call: read where they are and gathered, beside the same keys as they lie densely.
+void expect_pages(Call& call, const Cache& cache, const Quantization& quantization, bool on_gpu) {
+  std::vector<std::byte> memory, dense_memory;
+  const Quantized paged = paged_codes(call, cache, quantization, memory);
+  const Problem problem = cache.attended(call.problem, paged);
+  const QuantizePlan quantizer = plan_quantize(call.problem, quantization);
+  const Quantized codes = placed(quantizer.operands(), dense_memory);
+  quantizer.run(call.problem, codes, {});
+  const Problem dense = attend(call.problem, codes);
+  const Options on_cpu{.device = Device::cpu};
+  EXPECT_EQ(output_of(call, problem, on_cpu, "of 8 bits"),
+            output_of(call, dense, on_cpu, "of 8 bits"));
+  if (!on_gpu) return;
+  const double twin = distance(reference_fp8(problem).out, reference(problem).out);
+  Options options{.device = gpu_devices().front(), .softmax = call.spec.softmax};
+  const char* const in_place = ", k read in place, v read in place";
+  options.configuration = "gather=0";
+  expect_alike(output_of(call, problem, options, in_place), problem, twin);
+  options.configuration = "gather=1";
+  const std::vector<double> gathered = output_of(call, problem, options, ", k copied, v copied");
+  options.configuration = "";
+  EXPECT_EQ(gathered, output_of(call, dense, options, in_place));
+  if (gpu_devices().size() == 1 || quantization.dtype == DType::s8) return;
+  options.device = gpu_devices().back();
+  EXPECT_EQ(output_of(call, problem, options, "pages      gathered in front of every run: the"),
+            output_of(call, dense, options, in_place));
+}
+
+// To the bit on the CPU, whose arithmetic does not know of pages. On Hopper, which reads pages
+// where they are or gathers them, no worse than their twin; gathered they are the dense ones to the
+// bit.
+TEST(Fp8Pages, AreReadWhereTheyAreOrGathered) {
   constexpr DType codes[] = {DType::e4m3, DType::s8, DType::e5m2};
   const std::vector<CaseSpec> cases = paged_cases();
   ASSERT_GE(cases.size(), 10u);
   for (std::size_t i = 0; i < cases.size(); ++i) {
     Call call(cases[i]);
     SCOPED_TRACE(describe(call.spec) + " of pages " + std::to_string(call.spec.page_size));
-    const Quantization quantization{.dtype = codes[i % 3]};
-    const Cache cache(call, call.spec.page_size);
-    std::vector<std::byte> memory;
-    const Quantized paged = paged_codes(call, cache, quantization, memory);
-    const Problem problem = cache.attended(call.problem, paged);
-    attention(problem, {.device = Device::cpu});
-    const std::vector<double> on_cpu = call.out.values();
-    const QuantizePlan quantizer = plan_quantize(call.problem, quantization);
-    std::vector<std::byte> dense_memory;
-    const Quantized dense = placed(quantizer.operands(), dense_memory);
-    quantizer.run(call.problem, dense, {});
-    attention(attend(call.problem, dense), {.device = Device::cpu});
-    EXPECT_EQ(call.out.values(), on_cpu);
-    if (test_device() == Device::cpu && i % 3 == 1 && i > 6) continue;
-    const double twin = distance(reference_fp8(problem).out, reference(problem).out);
     call.device = gpu_devices().front();
-    const Options options{.device = call.device, .softmax = call.spec.softmax};
-    const Plan chosen = plan(problem, options);
-    EXPECT_NE(chosen.explain().find("pages      read in place"), std::string::npos);
-    EXPECT_NE(chosen.explain().find(", k read in place, v read in place"), std::string::npos);
-    call.out.poison();
-    std::vector<std::byte> workspace(chosen.workspace_bytes());
-    chosen.run(problem, workspace);
-    expect_alike(call.out.values(), problem, twin);
-    EXPECT_EQ(call.out.foreign_bytes_changed(), 0);
+    const bool on_gpu = test_device() != Device::cpu || i % 3 != 1 || i <= 6;
+    expect_pages(call, Cache(call, call.spec.page_size), {.dtype = codes[i % 3]}, on_gpu);
   }
+}
+
+struct ManyRows {
+  Index rows = 1024;
+  Index keys = 4096;
+  Index d = 128;
+  Index page_size = 64;
+  bool causal = true;
+  bool promoted = true;
+};
+
+// Of a plan for two heads over one, whose pool holds 4096 keys. Addresses are those of nothing: a
+// plan reads lengths and tables alone.
+std::string explained(const ManyRows& c) {
+  const Index pages = 4096 / c.page_size;
+  const auto at = [](Index megabytes) { return reinterpret_cast<void*>(megabytes << 20); };
+  Problem p;
+  p.q = bshd(at(1), DType::e4m3, 1, c.rows, 2, c.d);
+  p.out = bshd(at(100), DType::bf16, 1, c.rows, 2, c.d);
+  p.k = bshd(at(200), DType::e4m3, pages, c.page_size, 1, c.d);
+  p.v = contiguous(at(300), DType::e4m3, {pages, 1, c.d, c.page_size});
+  p.key_scale = contiguous(at(400), DType::f32, {1, 1, 128 + 8, 4});
+  const std::vector<std::int32_t> table(static_cast<std::size_t>(c.keys / c.page_size));
+  const std::vector<std::int32_t> used{static_cast<std::int32_t>(c.keys)};
+  p.block_table = table;
+  p.block_table_columns = c.keys / c.page_size;
+  p.seqused_k = used;
+  p.causal = c.causal;
+  Options options{.device = gpu_devices().front()};
+  options.eight_bits.emplace().promote_keys = c.promoted ? 768 : 0;
+  return plan(p, options).explain();
+}
+
+// Few rows read pages where they are, many have them gathered, and what has no room is not.
+TEST(Fp8Pages, AreGatheredWhereManyRowsReadThem) {
+  const auto expect = [](const ManyRows& c, const std::string& what) {
+    EXPECT_NE(explained(c).find(what), std::string::npos) << what << " is not in\n" << explained(c);
+  };
+  expect({},
+         "pages      read in place: a key meets 1792 query rows, and a copy pays from 2048 on\n");
+  const std::string gathered = "pages      gathered in front of every run: a key meets ";
+  expect({.causal = false}, gathered + "2048 query rows, and a copy pays from 1536 on\n");
+  expect({.rows = 1536}, gathered + "2496 query rows, and a copy pays from 2048 on\n");
+  // k and v, scales of 128 blocks with 8 behind, and those of q.
+  expect({.causal = false},
+         ", k copied, v copied (" + std::to_string(2 * 4096 * 128 + 2304 + 256) + " bytes)");
+  expect({.promoted = false}, "and a copy pays from 6144 on\n");
+  expect({.d = 256}, "and a copy pays from 4096 on\n");
+  expect({.d = 64}, "and a copy pays from 8192 on\n");
+  expect({.rows = 4096, .d = 64, .page_size = 128}, "read in place: 128 keys of 64 columns");
+  const Call dense(spec_of("dense"));
+  EXPECT_NE(refusal_of(dense.problem, {.device = gpu_devices().front(),
+                                       .configuration = "gather=1",
+                                       .eight_bits = EightBits{}})
+                .find("configuration names 'gather'"),
+            std::string::npos);
+  expect({.keys = 8192, .causal = false},
+         "read in place: a copy would have room for 8192 keys, more than the pages hold;");
 }
 
 TEST(Fp8Pages, SayWhatDoesNotFit) {
@@ -378,7 +455,6 @@ TEST(Fp8Pages, SayWhatDoesNotFit) {
   expect(refusal([](Problem& p) { p.v.stride[0] += 8; }), "v has strides");
   expect(refusal([](Problem& p) { p.k.data = static_cast<std::byte*>(p.k.data) + 8; }),
          "k has data at address");
-  expect(refusal_of(good, {.device = Device::emulated_sm100a}), "reads no pages of transposed");
 
   const auto plan_refusal = [&](PagePool pool) {
     try {
