@@ -22,6 +22,8 @@ constexpr Explained harmless[] = {
      "first"},
     {"fence: proxy", "hand_turn_over();",
      "the wait shows the sums to this thread, and who takes the turn fences"},
+    {"fence: proxy", "wait_added();",
+     "the wait shows the sums to this thread, and who takes the turn fences"},
     {"wait: mbarrier", "hand_turn_over();",
      "no order keeps the passing thread waiting for two steps of the others"},
     {"fence: proxy", "publish_cleared();", "what is cleared later is fenced, or there is nothing"},
