@@ -5,9 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
-#include <memory>
 #include <ostream>
 #include <string>
 #include <vector>
@@ -15,6 +13,7 @@
 #include "core/numeric.h"
 #include "cpu/reference.h"
 #include "runtime/backward_gpu.h"
+#include "tests/gpu/kernel_call.h"
 #include "tests/jit/jit_support.h"
 #include "tests/support.h"
 #include "tests/tolerance.h"
@@ -26,7 +25,6 @@ using core::int32;
 using core::int64;
 using core::uint16;
 using runtime::Device;
-using runtime::DeviceBuffer;
 
 struct BackwardCase {
   std::string name = {};
@@ -56,92 +54,49 @@ std::ostream& operator<<(std::ostream& out, const BackwardCase& c) { return out 
 
 constexpr float nan = std::numeric_limits<float>::quiet_NaN();
 
-void describe(core::View& view, int64 rows, int32 heads, int32 columns, core::DType type) {
-  view.dtype = type;
-  view.stride[0] = rows * heads * columns;
-  view.stride[1] = static_cast<int64>(heads) * columns;
-  view.stride[2] = columns;
-  view.stride[3] = 1;
-}
-
-// A problem in host memory, in memory order (batch, row, head, column), with out and lse of the
-// oracle; rows that no sequence uses are NaN.
+// A problem in host memory, with out and lse of the oracle; rows that no sequence uses are NaN.
 class BackwardProblem {
  public:
-  explicit BackwardProblem(const BackwardCase& c) : spec(c) {
-    const bool packed = !c.cu_seqlens_q.empty();
-    sequences_ = packed ? static_cast<int64>(c.cu_seqlens_q.size()) - 1 : c.batch;
-    batches_ = packed ? 1 : c.batch;
-    rows_q = packed ? c.cu_seqlens_q.back() + c.slack : c.seqlen_q;
-    rows_k = packed ? c.cu_seqlens_k.back() + c.slack : c.seqlen_k;
-    describe_problem(packed);
+  explicit BackwardProblem(const BackwardCase& c) : spec(c), rows(CaseRows::of(c, c.slack)) {
+    const core::DType type = c.f16 ? core::DType::f16 : core::DType::bf16;
+    problem = describe_problem(spec, rows, type, type);
+    problem.deterministic = c.deterministic;
+    gradients.dout = problem.out;
+    gradients.dlse = problem.lse;
+    gradients.dq = problem.q;
+    gradients.dk = problem.k;
+    gradients.dv = problem.v;
+    for (core::View* view : {&gradients.dq, &gradients.dk, &gradients.dv}) {
+      if (c.wide) view->dtype = core::DType::f32;
+    }
+    gradients.rows_k = rows.k;
     fill();
     run_forward();
   }
 
   BackwardCase spec;
+  CaseRows rows;
   core::Problem problem;
   core::Gradients gradients;
-  int64 rows_q = 0;
-  int64 rows_k = 0;
   std::vector<uint16> q, k, v, out, dout;
   std::vector<float> lse, dlse, sink;
 
-  std::size_t dq_count() const { return count(rows_q, spec.heads_q, spec.head_dim); }
-  std::size_t dk_count() const { return count(rows_k, spec.heads_kv, spec.head_dim); }
-  std::size_t dv_count() const { return count(rows_k, spec.heads_kv, spec.head_dim_v); }
+  std::size_t dq_count() const { return count(rows.q, spec.heads_q, spec.head_dim); }
+  std::size_t dk_count() const { return count(rows.k, spec.heads_kv, spec.head_dim); }
+  std::size_t dv_count() const { return count(rows.k, spec.heads_kv, spec.head_dim_v); }
 
  private:
-  std::size_t count(int64 rows, int32 heads, int32 columns) const {
-    return static_cast<std::size_t>(batches_ * rows * heads * columns);
+  std::size_t count(int64 in_batch, int32 heads, int32 columns) const {
+    return static_cast<std::size_t>(rows.batches * in_batch * heads * columns);
   }
 
-  void describe_problem(bool packed) {
-    const BackwardCase& c = spec;
-    const core::DType type = c.f16 ? core::DType::f16 : core::DType::bf16;
-    const core::DType wide = c.wide ? core::DType::f32 : type;
-    core::Problem& p = problem;
-    describe(p.q, rows_q, c.heads_q, c.head_dim, type);
-    describe(p.k, rows_k, c.heads_kv, c.head_dim, type);
-    describe(p.v, rows_k, c.heads_kv, c.head_dim_v, type);
-    describe(p.out, rows_q, c.heads_q, c.head_dim_v, type);
-    p.lse.stride[0] = c.heads_q * rows_q;
-    p.lse.stride[1] = rows_q;
-    p.lse.stride[2] = 1;
-    p.sink.stride[0] = 1;
-    gradients.dout = p.out;
-    gradients.dlse = p.lse;
-    gradients.dq = p.q;
-    gradients.dk = p.k;
-    gradients.dv = p.v;
-    gradients.dq.dtype = gradients.dk.dtype = gradients.dv.dtype = wide;
-    gradients.rows_k = rows_k;
-    p.batch = sequences_;
-    p.seqlen_q = c.seqlen_q;
-    p.seqlen_k = c.seqlen_k;
-    p.total_q = packed ? rows_q : 0;
-    p.total_k = packed ? rows_k : 0;
-    p.heads_q = c.heads_q;
-    p.heads_kv = c.heads_kv;
-    p.head_dim = c.head_dim;
-    p.head_dim_v = c.head_dim_v;
-    p.softmax_scale = c.scale != 0.0f ? c.scale : 1.0f / std::sqrt(static_cast<float>(c.head_dim));
-    p.window = c.window;
-    p.deterministic = c.deterministic;
-    const auto lengths = [](const std::vector<int32>& list) {
-      return list.empty() ? nullptr : list.data();
-    };
-    p.cu_seqlens_q = lengths(spec.cu_seqlens_q);
-    p.cu_seqlens_k = lengths(spec.cu_seqlens_k);
-    p.seqused_q = lengths(spec.seqused_q);
-    p.seqused_k = lengths(spec.seqused_k);
-  }
-
-  std::vector<bool> used_rows(int64 rows, bool of_queries) const {
-    std::vector<bool> used(static_cast<std::size_t>(batches_ * rows), false);
-    for (int64 b = 0; b < sequences_; ++b) {
+  std::vector<bool> used_rows(bool of_queries) const {
+    const int64 in_batch = of_queries ? rows.q : rows.k;
+    std::vector<bool> used(static_cast<std::size_t>(rows.batches * in_batch), false);
+    for (int64 b = 0; b < rows.sequences; ++b) {
       const core::Sequence s = core::sequence_at(problem, b);
-      const int64 first = of_queries ? s.batch_q * rows + s.row_q : s.batch_k * rows + s.row_k;
+      const int64 first =
+          of_queries ? s.batch_q * in_batch + s.row_q : s.batch_k * in_batch + s.row_k;
       for (int64 i = 0; i < (of_queries ? s.length_q : s.length_k); ++i) {
         used[static_cast<std::size_t>(first + i)] = true;
       }
@@ -151,8 +106,8 @@ class BackwardProblem {
 
   void fill() {
     test::Random random(41);
-    const auto make = [&](int64 rows, int32 heads, int32 columns, bool of_queries) {
-      const std::vector<bool> used = used_rows(rows, of_queries);
+    const auto make = [&](int32 heads, int32 columns, bool of_queries) {
+      const std::vector<bool> used = used_rows(of_queries);
       std::vector<uint16> values;
       for (const bool in_use : used) {
         for (int32 i = 0; i < heads * columns; ++i) {
@@ -162,12 +117,12 @@ class BackwardProblem {
       }
       return values;
     };
-    q = make(rows_q, spec.heads_q, spec.head_dim, true);
-    k = make(rows_k, spec.heads_kv, spec.head_dim, false);
-    v = make(rows_k, spec.heads_kv, spec.head_dim_v, false);
-    dout = make(rows_q, spec.heads_q, spec.head_dim_v, true);
+    q = make(spec.heads_q, spec.head_dim, true);
+    k = make(spec.heads_kv, spec.head_dim, false);
+    v = make(spec.heads_kv, spec.head_dim_v, false);
+    dout = make(spec.heads_q, spec.head_dim_v, true);
     for (int32 h = 0; h < spec.heads_q; ++h) sink.push_back(static_cast<float>(random.normal()));
-    for (int64 i = 0; i < batches_ * rows_q * spec.heads_q; ++i) {
+    for (int64 i = 0; i < rows.batches * rows.q * spec.heads_q; ++i) {
       dlse.push_back(static_cast<float>(random.normal()));
     }
     problem.q.data = q.data();
@@ -188,57 +143,14 @@ class BackwardProblem {
     problem.out.data = out.data();
     problem.lse.data = lse.data();
   }
-
-  int64 sequences_ = 0;
-  int64 batches_ = 0;
 };
 
 struct BackwardResult {
   std::vector<double> dq, dk, dv;
 };
 
-// Device memory that goes when the call ends.
-class Memory {
- public:
-  explicit Memory(Device& device) : device_(device) {}
-
-  template <typename T>
-  T* upload(const std::vector<T>& values) {
-    buffers_.emplace_back(device_, values.size() * sizeof(T));
-    const runtime::DeviceAddress address = buffers_.back().address();
-    if (!values.empty()) {
-      device_.copy_to_device(address, values.data(), values.size() * sizeof(T));
-    }
-    return reinterpret_cast<T*>(address);
-  }
-
-  // Poisoned, with a guard behind it.
-  void* output(std::size_t bytes) {
-    return upload(std::vector<unsigned char>(bytes + guard_bytes, 0xff));
-  }
-
-  std::vector<double> read(const core::View& view, std::size_t elements) {
-    const auto width = static_cast<std::size_t>(core::size_bytes(view.dtype));
-    std::vector<unsigned char> bytes(elements * width + guard_bytes);
-    device_.copy_to_host(bytes.data(), reinterpret_cast<runtime::DeviceAddress>(view.data),
-                         bytes.size());
-    device_.synchronize();
-    std::vector<double> values;
-    for (std::size_t i = 0; i < elements; ++i) {
-      values.push_back(core::load_element(bytes.data(), view.dtype, static_cast<int64>(i)));
-    }
-    for (std::size_t i = elements * width; i < bytes.size(); ++i) EXPECT_EQ(bytes[i], 0xff);
-    return values;
-  }
-
- private:
-  static constexpr std::size_t guard_bytes = 128;
-  Device& device_;
-  std::vector<DeviceBuffer> buffers_;
-};
-
 BackwardResult run_on(Device& device, const BackwardProblem& host, bool pair) {
-  Memory memory(device);
+  DeviceMemory memory(device);
   runtime::BackwardCall call;
   core::Problem& p = call.problem;
   core::Gradients& g = call.gradients;
@@ -252,25 +164,17 @@ BackwardResult run_on(Device& device, const BackwardProblem& host, bool pair) {
   if (p.sink) p.sink.data = memory.upload(host.sink);
   g.dout.data = memory.upload(host.dout);
   if (g.dlse) g.dlse.data = memory.upload(host.dlse);
-  const std::size_t width = host.spec.wide ? 4 : 2;
-  g.dq.data = memory.output(host.dq_count() * width);
-  g.dk.data = memory.output(host.dk_count() * width);
-  g.dv.data = memory.output(host.dv_count() * width);
-  const auto lengths = [&](const std::vector<int32>& list) {
-    return list.empty() ? nullptr : memory.upload(list);
-  };
-  p.cu_seqlens_q = lengths(host.spec.cu_seqlens_q);
-  p.cu_seqlens_k = lengths(host.spec.cu_seqlens_k);
-  p.seqused_q = lengths(host.spec.seqused_q);
-  p.seqused_k = lengths(host.spec.seqused_k);
+  g.dq.data = memory.output(g.dq.dtype, host.dq_count());
+  g.dk.data = memory.output(g.dk.dtype, host.dk_count());
+  g.dv.data = memory.output(g.dv.dtype, host.dv_count());
+  memory.upload_lengths(host.spec, p);
 
   const std::string arch = device.properties().arch;
   EXPECT_TRUE(runtime::backward_supports(p, g, arch).empty());
   core::BwdConfig config = runtime::choose_backward(p, g, arch, host.spec.schedule);
   config.pair = pair;
   const std::size_t bytes = runtime::backward_workspace_bytes(call, config, device.properties());
-  call.workspace = reinterpret_cast<runtime::DeviceAddress>(
-      memory.upload(std::vector<unsigned char>(bytes, 0xff)));
+  call.workspace = memory.upload_address(std::vector<unsigned char>(bytes, 0xff));
   const runtime::BackwardKernels kernels(device, config, g);
   kernels.run(call);
   return {memory.read(g.dq, host.dq_count()), memory.read(g.dk, host.dk_count()),

@@ -6,11 +6,8 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstdio>
-#include <cstring>
 #include <limits>
-#include <memory>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <optional>
@@ -24,7 +21,9 @@
 #include "cpu/quantize.h"
 #include "cpu/reference.h"
 #include "runtime/forward_fp8.h"
+#include "tests/gpu/kernel_call.h"
 #include "tests/jit/jit_support.h"
+#include "tests/support.h"
 #include "tests/tolerance.h"
 
 namespace fovea::tests {
@@ -36,7 +35,6 @@ using core::SoftmaxPolicy;
 using core::uint16;
 using core::uint8;
 using runtime::Device;
-using runtime::DeviceBuffer;
 
 struct Fp8Case {
   std::string name = {};
@@ -75,50 +73,27 @@ struct Fp8Case {
 
 std::ostream& operator<<(std::ostream& out, const Fp8Case& c) { return out << c.name; }
 
-class Generator {
- public:
-  double uniform() {
-    state_ = state_ * 6364136223846793005u + 1442695040888963407u;
-    return static_cast<double>(state_ >> 11) * 0x1p-53;
-  }
-  double normal() {
-    double sum = -6.0;
-    for (int i = 0; i < 12; ++i) sum += uniform();
-    return sum;
-  }
-
- private:
-  core::uint64 state_ = 1;
-};
-
-const int32* pointer_of(const std::vector<int32>& list) {
-  return list.empty() ? nullptr : list.data();
-}
-
 // A problem in fp32 on the host, its quantised operands, and what these stand for.
 class Fp8Input {
  public:
-  explicit Fp8Input(const Fp8Case& c) : spec(c) {
-    const bool packed = !c.cu_seqlens_q.empty();
-    sequences_ = packed ? static_cast<int64>(c.cu_seqlens_q.size()) - 1 : c.batch;
-    batches_ = packed ? 1 : c.batch;
-    rows_q = packed ? c.cu_seqlens_q.back() + c.slack : c.seqlen_q;
-    rows_k = packed ? c.cu_seqlens_k.back() : c.seqlen_k;
-    describe(packed);
+  explicit Fp8Input(const Fp8Case& c) : spec(c), rows(CaseRows::of(c)) {
+    problem = describe_problem(spec, rows, core::DType::f32, c.out);
+    problem.softcap = c.softcap;
     fill();
     quantize();
     restore();
   }
 
-  int64 outputs() const { return batches_ * rows_q * spec.heads_q * spec.head_dim_v; }
-  int64 rows() const { return batches_ * rows_q * spec.heads_q; }
+  std::size_t lse_count() const {
+    return static_cast<std::size_t>(rows.batches * rows.q * spec.heads_q);
+  }
+  std::size_t out_count() const { return lse_count() * static_cast<std::size_t>(spec.head_dim_v); }
 
   Fp8Case spec;
+  CaseRows rows;
   core::Problem problem;   // as given
   core::Problem restored;  // codes x scales in place of q, k and v
   core::Fp8Layout layout;
-  int64 rows_q = 0;
-  int64 rows_k = 0;
   std::vector<uint8> q_codes, k_codes, v_codes;
   std::vector<float> q_scale;
   std::vector<core::KeyScale> key_scale;
@@ -129,58 +104,28 @@ class Fp8Input {
   }
 
  private:
-  static void view(core::View& w, int64 row_count, int32 heads, int32 columns, core::DType type) {
-    w.dtype = type;
-    w.stride[0] = row_count * heads * columns;
-    w.stride[1] = static_cast<int64>(heads) * columns;
-    w.stride[2] = columns;
-    w.stride[3] = 1;
-  }
-
-  void describe(bool packed) {
-    const Fp8Case& c = spec;
-    core::Problem& p = problem;
-    view(p.q, rows_q, c.heads_q, c.head_dim, core::DType::f32);
-    view(p.k, rows_k, c.heads_kv, c.head_dim, core::DType::f32);
-    view(p.v, rows_k, c.heads_kv, c.head_dim_v, core::DType::f32);
-    view(p.out, rows_q, c.heads_q, c.head_dim_v, c.out);
-    p.lse.dtype = core::DType::f32;
-    p.lse.stride[0] = c.heads_q * rows_q;
-    p.lse.stride[1] = rows_q;
-    p.lse.stride[2] = 1;
-    p.batch = sequences_;
-    p.seqlen_q = c.seqlen_q;
-    p.seqlen_k = c.seqlen_k;
-    p.total_q = packed ? rows_q : 0;
-    p.total_k = packed ? rows_k : 0;
-    p.heads_q = c.heads_q;
-    p.heads_kv = c.heads_kv;
-    p.head_dim = c.head_dim;
-    p.head_dim_v = c.head_dim_v;
-    p.softmax_scale = c.scale != 0.0f ? c.scale : 1.0f / std::sqrt(static_cast<float>(c.head_dim));
-    p.softcap = c.softcap;
-    p.window = c.window;
-    p.cu_seqlens_q = pointer_of(spec.cu_seqlens_q);
-    p.cu_seqlens_k = pointer_of(spec.cu_seqlens_k);
-    p.seqused_q = pointer_of(spec.seqused_q);
-    p.seqused_k = pointer_of(spec.seqused_k);
-  }
-
   // Rows of k and v that no sequence uses are NaN.
   void fill() {
     const Fp8Case& c = spec;
-    Generator random;
+    test::Random random(1);
+    // Nearly normal, without the tails: where one weight outweighs its row, its rounding alone is
+    // the error, and that is the twin's good or bad luck.
+    const auto normal = [&] {
+      double sum = -6.0;
+      for (int i = 0; i < 12; ++i) sum += random.uniform();
+      return sum;
+    };
     const auto element = [&] {
-      const double x = random.normal();
+      const double x = normal();
       return static_cast<float>(random.uniform() < 0.005 ? x * static_cast<double>(c.outlier) + x
                                                          : x);
     };
-    for (int64 i = 0; i < batches_ * rows_q * c.heads_q * c.head_dim; ++i) {
+    for (int64 i = 0; i < rows.batches * rows.q * c.heads_q * c.head_dim; ++i) {
       q_.push_back(c.rise != 0.0f && i % c.head_dim == 0 ? 8.0f : element());
     }
     const float step = -c.rise / (8.0f * problem.softmax_scale);
-    for (int64 b = 0; b < batches_; ++b) {
-      for (int64 row = 0; row < rows_k; ++row) {
+    for (int64 b = 0; b < rows.batches; ++b) {
+      for (int64 row = 0; row < rows.k; ++row) {
         const bool used = c.seqused_k.empty() || row < c.seqused_k[static_cast<std::size_t>(b)];
         constexpr float nan = std::numeric_limits<float>::quiet_NaN();
         for (int32 h = 0; h < c.heads_kv; ++h) {
@@ -193,14 +138,11 @@ class Fp8Input {
         }
       }
     }
-    for (int32 h = 0; h < c.heads_q; ++h) sink.push_back(static_cast<float>(random.normal()));
+    for (int32 h = 0; h < c.heads_q; ++h) sink.push_back(static_cast<float>(normal()));
     problem.q.data = q_.data();
     problem.k.data = k_.data();
     problem.v.data = v_.data();
-    if (c.sink) {
-      problem.sink.data = sink.data();
-      problem.sink.stride[0] = 1;
-    }
+    if (c.sink) problem.sink.data = sink.data();
   }
 
   void quantize() {
@@ -234,19 +176,19 @@ class Fp8Input {
       const int64 head = place % layout.heads_q;
       const int64 row = place / layout.heads_q % layout.rows_q;
       const int64 batch = place / layout.heads_q / layout.rows_q;
-      const int64 block = sequence_block(problem.cu_seqlens_q, row, sequences_);
+      const int64 block = sequence_block(problem.cu_seqlens_q, row, rows.sequences);
       restored_q_[i] =
           value_of(q_codes[i]) * q_scale[static_cast<std::size_t>(
                                      (batch * layout.heads_q + head) * layout.blocks_q + block)];
     }
     restored_k_.resize(k_codes.size());
-    restored_v_.resize(static_cast<std::size_t>(batches_ * rows_k * layout.heads_kv) *
+    restored_v_.resize(static_cast<std::size_t>(rows.batches * rows.k * layout.heads_kv) *
                        static_cast<std::size_t>(layout.columns_v));
-    for (int64 place = 0; place < batches_ * rows_k * layout.heads_kv; ++place) {
+    for (int64 place = 0; place < rows.batches * rows.k * layout.heads_kv; ++place) {
       const int64 head = place % layout.heads_kv;
       const int64 row = place / layout.heads_kv % layout.rows_k;
       const int64 batch = place / layout.heads_kv / layout.rows_k;
-      const int64 block = sequence_block(problem.cu_seqlens_k, row, sequences_);
+      const int64 block = sequence_block(problem.cu_seqlens_k, row, rows.sequences);
       const int64 pair = batch * layout.heads_kv + head;
       const core::KeyScale& s = key_scale[static_cast<std::size_t>(pair * layout.blocks_k + block)];
       for (int32 c = 0; c < layout.columns; ++c) {
@@ -256,7 +198,9 @@ class Fp8Input {
       int64 first = 0;
       if (problem.cu_seqlens_k != nullptr) {
         int64 sequence = 0;
-        while (sequence + 1 < sequences_ && row >= problem.cu_seqlens_k[sequence + 1]) ++sequence;
+        while (sequence + 1 < rows.sequences && row >= problem.cu_seqlens_k[sequence + 1]) {
+          ++sequence;
+        }
         first = problem.cu_seqlens_k[sequence];
       }
       const int64 key = row - first;
@@ -268,15 +212,13 @@ class Fp8Input {
             core::load_element(v_codes.data(), core::value_type(spec.codes), at) / s.v_inverse;
       }
     }
-    view(restored.q, rows_q, spec.heads_q, layout.columns, core::DType::f32);
-    view(restored.k, rows_k, spec.heads_kv, layout.columns, core::DType::f32);
+    restored.q = rows_of_heads(rows.q, spec.heads_q, layout.columns, core::DType::f32);
+    restored.k = rows_of_heads(rows.k, spec.heads_kv, layout.columns, core::DType::f32);
     restored.q.data = restored_q_.data();
     restored.k.data = restored_k_.data();
     restored.v.data = restored_v_.data();
   }
 
-  int64 sequences_ = 0;
-  int64 batches_ = 0;
   std::vector<float> q_, k_, v_;
   std::vector<float> restored_q_, restored_k_, restored_v_;
 };
@@ -286,34 +228,6 @@ struct Fp8Result {
   std::vector<double> lse;
   std::array<core::uint64, 2> counters{};  // rows repaired, rows taken again
   std::string arch = {};
-};
-
-// Device memory that goes when the call ends.
-class Memory {
- public:
-  explicit Memory(Device& device) : device_(device) {}
-  template <typename T>
-  T* upload(const T* data, std::size_t count) {
-    buffers_.emplace_back(device_, count * sizeof(T));
-    if (count > 0) device_.copy_to_device(buffers_.back().address(), data, count * sizeof(T));
-    return reinterpret_cast<T*>(buffers_.back().address());
-  }
-  template <typename T>
-  runtime::DeviceAddress upload(const std::vector<T>& values) {
-    return reinterpret_cast<runtime::DeviceAddress>(upload(values.data(), values.size()));
-  }
-  template <typename T>
-  std::vector<T> download(const void* address, std::size_t count) {
-    std::vector<T> values(count);
-    device_.copy_to_host(values.data(), reinterpret_cast<runtime::DeviceAddress>(address),
-                         count * sizeof(T));
-    device_.synchronize();
-    return values;
-  }
-
- private:
-  Device& device_;
-  std::vector<DeviceBuffer> buffers_;
 };
 
 // The quantised keys of an input in pages of random order among some that nobody owns; entries of
@@ -414,46 +328,32 @@ cpu::Fp8Method method_of(const Fp8Case& c, const runtime::ForwardConfig& config)
 
 Fp8Result run_on(Device& device, const Fp8Input& input) {
   const Fp8Case& c = input.spec;
-  Memory memory(device);
+  DeviceMemory memory(device);
   runtime::ForwardCall launch;
   core::Problem& p = launch.problem;
   p = input.problem;
-  runtime::Fp8Operands operands{memory.upload(input.q_codes), memory.upload(input.k_codes),
-                                memory.upload(input.v_codes), memory.upload(input.q_scale),
-                                memory.upload(input.key_scale)};
-  // Poison with guard: what is not written, and what is written behind the end, shows.
-  const auto outputs = static_cast<std::size_t>(input.outputs());
-  const auto rows = static_cast<std::size_t>(input.rows());
-  constexpr std::size_t guard = 64;
-  const auto element = static_cast<std::size_t>(core::size_bytes(c.out));
-  const std::vector<unsigned char> poison((outputs + guard) * element, 0xff);
-  p.out.data = memory.upload(poison.data(), poison.size());
-  const std::vector<float> nan(rows + guard, std::numeric_limits<float>::quiet_NaN());
-  p.lse.data = memory.upload(nan.data(), nan.size());
-  if (c.sink) p.sink.data = memory.upload(input.sink.data(), input.sink.size());
-  const auto lengths = [&](const std::vector<int32>& list) {
-    return list.empty() ? nullptr : memory.upload(list.data(), list.size());
-  };
-  p.cu_seqlens_q = lengths(c.cu_seqlens_q);
-  p.cu_seqlens_k = lengths(c.cu_seqlens_k);
-  p.seqused_q = lengths(c.seqused_q);
-  p.seqused_k = lengths(c.seqused_k);
+  runtime::Fp8Operands operands{
+      memory.upload_address(input.q_codes), memory.upload_address(input.k_codes),
+      memory.upload_address(input.v_codes), memory.upload_address(input.q_scale),
+      memory.upload_address(input.key_scale)};
+  p.out.data = memory.output(p.out.dtype, input.out_count());
+  p.lse.data = memory.output(p.lse.dtype, input.lse_count());
+  if (c.sink) p.sink.data = memory.upload(input.sink);
+  memory.upload_lengths(c, p);
   if (c.page_size > 0) {
     const Pages pages(input);
     describe_pages(p, input);
-    operands.k = memory.upload(pages.k);
-    operands.v = memory.upload(pages.v);
-    operands.key_scale = memory.upload(pages.scales);
-    p.seqused_k = lengths(pages.lengths);
-    p.block_table = lengths(pages.table);
+    operands.k = memory.upload_address(pages.k);
+    operands.v = memory.upload_address(pages.v);
+    operands.key_scale = memory.upload_address(pages.scales);
+    p.seqused_k = memory.upload_list(pages.lengths);
+    p.block_table = memory.upload_list(pages.table);
     p.block_table_stride = pages.columns;
     p.pages = pages.count;
   }
-  constexpr std::array<core::uint64, 2> zeros{};
-  core::uint64* counters = memory.upload(zeros.data(), 2);
-  core::uint64* scheduler = memory.upload(zeros.data(), 1);
-  launch.counters = reinterpret_cast<runtime::DeviceAddress>(counters);
-  launch.scheduler = reinterpret_cast<runtime::DeviceAddress>(scheduler);
+  const std::vector<core::uint64> zeros(2);
+  launch.counters = memory.upload_address(zeros);
+  launch.scheduler = memory.upload_address(zeros);
 
   EXPECT_TRUE(runtime::forward_fp8_supports(p, device.properties().arch, c.codes).empty());
   const runtime::ForwardFp8Kernel kernel(device, config_of(c, p, device.properties().arch));
@@ -461,25 +361,11 @@ Fp8Result run_on(Device& device, const Fp8Input& input) {
 
   Fp8Result result;
   result.arch = device.properties().arch;
-  const auto bytes = memory.download<unsigned char>(p.out.data, poison.size());
-  for (std::size_t i = 0; i < outputs; ++i) {
-    float value = 0.0f;
-    if (element == 4) {
-      std::memcpy(&value, bytes.data() + 4 * i, 4);
-    } else {
-      uint16 bits = 0;
-      std::memcpy(&bits, bytes.data() + 2 * i, 2);
-      value = c.out == core::DType::f16 ? core::f16_to_float(bits) : core::bf16_to_float(bits);
-    }
-    result.out.push_back(static_cast<double>(value));
-  }
-  for (std::size_t i = outputs * element; i < bytes.size(); ++i) EXPECT_EQ(bytes[i], 0xff);
-  const auto lse = memory.download<float>(p.lse.data, nan.size());
-  result.lse.assign(lse.begin(), lse.begin() + static_cast<std::ptrdiff_t>(rows));
-  for (std::size_t i = rows; i < lse.size(); ++i) EXPECT_TRUE(std::isnan(lse[i]));
-  const auto counts = memory.download<core::uint64>(counters, 2);
+  result.out = memory.read(p.out, input.out_count());
+  result.lse = memory.read(p.lse, input.lse_count());
+  const auto counts = memory.download<core::uint64>(launch.counters, 2);
   result.counters = {counts[0], counts[1]};
-  EXPECT_EQ(memory.download<core::uint64>(scheduler, 1)[0], 0u);
+  EXPECT_EQ(memory.download<core::uint64>(launch.scheduler, 1)[0], 0u);
   return result;
 }
 

@@ -5,11 +5,8 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
-#include <cstring>
 #include <iterator>
 #include <limits>
-#include <memory>
 #include <ostream>
 #include <string>
 #include <vector>
@@ -18,7 +15,9 @@
 #include "cpu/reference.h"
 #include "runtime/forward_gpu.h"
 #include "runtime/forward_tuning.h"
+#include "tests/gpu/kernel_call.h"
 #include "tests/jit/jit_support.h"
+#include "tests/support.h"
 #include "tests/tolerance.h"
 
 namespace fovea::tests {
@@ -29,7 +28,6 @@ using core::int64;
 using core::SoftmaxPolicy;
 using core::uint16;
 using runtime::Device;
-using runtime::DeviceBuffer;
 
 struct ForwardCase {
   std::string name = {};
@@ -64,105 +62,46 @@ struct ForwardCase {
 
 std::ostream& operator<<(std::ostream& out, const ForwardCase& c) { return out << c.name; }
 
-class Generator {
- public:
-  double uniform() {
-    state_ = state_ * 6364136223846793005u + 1442695040888963407u;
-    return static_cast<double>(state_ >> 11) * 0x1p-53;
-  }
-  double normal() {
-    double sum = -6.0;
-    for (int i = 0; i < 12; ++i) sum += uniform();
-    return sum;
-  }
-
- private:
-  core::uint64 state_ = 1;
-};
-
-// Tensors in memory order (batch, row, head, column), and the problem over them on the host.
+// Tensors in host memory, and the problem over them.
 class ForwardCall {
  public:
-  explicit ForwardCall(const ForwardCase& c) : spec(c) {
-    const bool packed = !c.cu_seqlens_q.empty();
-    sequences_ = packed ? static_cast<int64>(c.cu_seqlens_q.size()) - 1 : c.batch;
-    batches_ = packed ? 1 : c.batch;
-    rows_q = packed ? c.cu_seqlens_q.back() + c.slack : c.seqlen_q;
-    rows_k = packed ? c.cu_seqlens_k.back() : c.seqlen_k;
-    dtype_ = c.f16 ? core::DType::f16 : core::DType::bf16;
-    describe(packed);
+  explicit ForwardCall(const ForwardCase& c) : spec(c), rows(CaseRows::of(c)) {
+    const core::DType in = c.f16 ? core::DType::f16 : core::DType::bf16;
+    problem = describe_problem(spec, rows, in, c.f32_out ? core::DType::f32 : in);
+    problem.num_splits = 1;
+    problem.softcap = c.softcap;
     fill();
   }
 
-  int64 outputs() const { return batches_ * rows_q * spec.heads_q * spec.head_dim_v; }
-  int64 rows() const { return batches_ * rows_q * spec.heads_q; }
+  std::size_t lse_count() const {
+    return static_cast<std::size_t>(rows.batches * rows.q * spec.heads_q);
+  }
+  std::size_t out_count() const { return lse_count() * static_cast<std::size_t>(spec.head_dim_v); }
 
   ForwardCase spec;
+  CaseRows rows;
   core::Problem problem;
-  int64 rows_q = 0;
-  int64 rows_k = 0;
   std::vector<uint16> q, k, v;
   std::vector<float> sink;
 
  private:
-  void view(core::View& w, int64 row_count, int32 heads, int32 columns, core::DType type) const {
-    w.dtype = type;
-    w.stride[0] = row_count * heads * columns;
-    w.stride[1] = static_cast<int64>(heads) * columns;
-    w.stride[2] = columns;
-    w.stride[3] = 1;
-  }
-
-  void describe(bool packed) {
-    const ForwardCase& c = spec;
-    core::Problem& p = problem;
-    view(p.q, rows_q, c.heads_q, c.head_dim, dtype_);
-    view(p.k, rows_k, c.heads_kv, c.head_dim, dtype_);
-    view(p.v, rows_k, c.heads_kv, c.head_dim_v, dtype_);
-    view(p.out, rows_q, c.heads_q, c.head_dim_v, c.f32_out ? core::DType::f32 : dtype_);
-    p.lse.dtype = core::DType::f32;
-    p.lse.stride[0] = c.heads_q * rows_q;
-    p.lse.stride[1] = rows_q;
-    p.lse.stride[2] = 1;
-    p.batch = sequences_;
-    p.seqlen_q = c.seqlen_q;
-    p.seqlen_k = c.seqlen_k;
-    p.total_q = packed ? rows_q : 0;
-    p.total_k = packed ? rows_k : 0;
-    p.num_splits = 1;
-    p.heads_q = c.heads_q;
-    p.heads_kv = c.heads_kv;
-    p.head_dim = c.head_dim;
-    p.head_dim_v = c.head_dim_v;
-    p.softmax_scale = c.scale != 0.0f ? c.scale : 1.0f / std::sqrt(static_cast<float>(c.head_dim));
-    p.softcap = c.softcap;
-    p.window = c.window;
-    const auto lengths = [](const std::vector<int32>& list) {
-      return list.empty() ? nullptr : list.data();
-    };
-    p.cu_seqlens_q = lengths(spec.cu_seqlens_q);
-    p.cu_seqlens_k = lengths(spec.cu_seqlens_k);
-    p.seqused_q = lengths(spec.seqused_q);
-    p.seqused_k = lengths(spec.seqused_k);
-  }
-
   // Rows of k and v that no sequence uses are NaN.
   void fill() {
     const ForwardCase& c = spec;
-    Generator random;
+    test::Random random(1);
     const auto store = [&](std::vector<uint16>& values, double x) {
       const auto narrow = static_cast<float>(x);
       values.push_back(c.f16 ? core::float_to_f16(narrow) : core::float_to_bf16(narrow));
     };
-    for (int64 i = 0; i < batches_ * rows_q * c.heads_q * c.head_dim; ++i) {
+    for (int64 i = 0; i < rows.batches * rows.q * c.heads_q * c.head_dim; ++i) {
       const bool chosen = (c.rise != 0.0f || c.first != 0.0f) && i % c.head_dim == 0;
       store(q, chosen ? 8.0 : random.normal());
     }
     const double step = c.rise / (8.0 * problem.softmax_scale);
     const double first = c.first / (8.0 * problem.softmax_scale);
-    for (int64 b = 0; b < batches_; ++b) {
-      for (int64 row = 0; row < rows_k; ++row) {
-        const int64 block = std::min(row / 128, (rows_k - 1) / 128 - row / 128);  // from an end
+    for (int64 b = 0; b < rows.batches; ++b) {
+      for (int64 row = 0; row < rows.k; ++row) {
+        const int64 block = std::min(row / 128, (rows.k - 1) / 128 - row / 128);  // from an end
         const bool used = c.seqused_k.empty() || row < c.seqused_k[static_cast<std::size_t>(b)];
         for (int32 h = 0; h < c.heads_kv; ++h) {
           for (int32 d = 0; d < c.head_dim; ++d) {
@@ -181,15 +120,8 @@ class ForwardCall {
     problem.q.data = q.data();
     problem.k.data = k.data();
     problem.v.data = v.data();
-    if (c.sink) {
-      problem.sink.data = sink.data();
-      problem.sink.stride[0] = 1;
-    }
+    if (c.sink) problem.sink.data = sink.data();
   }
-
-  core::DType dtype_ = core::DType::bf16;
-  int64 sequences_ = 0;
-  int64 batches_ = 0;
 };
 
 struct ForwardResult {
@@ -198,62 +130,23 @@ struct ForwardResult {
   std::array<core::uint64, 2> counters{};  // rows repaired, rows taken again
 };
 
-// Device memory that goes when the call ends.
-class Memory {
- public:
-  explicit Memory(Device& device) : device_(device) {}
-  template <typename T>
-  T* upload(const T* data, std::size_t count) {
-    buffers_.emplace_back(device_, count * sizeof(T));
-    if (count > 0) device_.copy_to_device(buffers_.back().address(), data, count * sizeof(T));
-    return reinterpret_cast<T*>(buffers_.back().address());
-  }
-  template <typename T>
-  std::vector<T> download(const void* address, std::size_t count) {
-    std::vector<T> values(count);
-    device_.copy_to_host(values.data(), reinterpret_cast<runtime::DeviceAddress>(address),
-                         count * sizeof(T));
-    device_.synchronize();
-    return values;
-  }
-
- private:
-  Device& device_;
-  std::vector<DeviceBuffer> buffers_;
-};
-
 ForwardResult run_on(Device& device, const ForwardCall& call) {
   const ForwardCase& c = call.spec;
-  Memory memory(device);
+  DeviceMemory memory(device);
   runtime::ForwardCall launch;
   core::Problem& p = launch.problem;
   p = call.problem;
-  p.q.data = memory.upload(call.q.data(), call.q.size());
-  p.k.data = memory.upload(call.k.data(), call.k.size());
-  p.v.data = memory.upload(call.v.data(), call.v.size());
-  // Poison with guard: what is not written, and what is written behind the end, shows.
-  const auto outputs = static_cast<std::size_t>(call.outputs());
-  const auto rows = static_cast<std::size_t>(call.rows());
-  constexpr std::size_t guard = 64;
-  const std::size_t element = c.f32_out ? 4 : 2;
-  const std::vector<unsigned char> poison((outputs + guard) * element, 0xff);
-  p.out.data = memory.upload(poison.data(), poison.size());
-  p.lse.data = memory.upload(poison.data(), 0);
-  const std::vector<float> nan(rows + guard, std::numeric_limits<float>::quiet_NaN());
-  p.lse.data = memory.upload(nan.data(), nan.size());
-  if (c.sink) p.sink.data = memory.upload(call.sink.data(), call.sink.size());
-  const auto lengths = [&](const std::vector<int32>& list) {
-    return list.empty() ? nullptr : memory.upload(list.data(), list.size());
-  };
-  p.cu_seqlens_q = lengths(c.cu_seqlens_q);
-  p.cu_seqlens_k = lengths(c.cu_seqlens_k);
-  p.seqused_q = lengths(c.seqused_q);
-  p.seqused_k = lengths(c.seqused_k);
-  constexpr std::array<core::uint64, 2> zeros{};
-  core::uint64* counters = memory.upload(zeros.data(), 2);
-  core::uint64* scheduler = memory.upload(zeros.data(), 1);
-  launch.counters = reinterpret_cast<runtime::DeviceAddress>(counters);
-  launch.scheduler = c.dealt ? 0 : reinterpret_cast<runtime::DeviceAddress>(scheduler);
+  p.q.data = memory.upload(call.q);
+  p.k.data = memory.upload(call.k);
+  p.v.data = memory.upload(call.v);
+  p.out.data = memory.output(p.out.dtype, call.out_count());
+  p.lse.data = memory.output(p.lse.dtype, call.lse_count());
+  if (c.sink) p.sink.data = memory.upload(call.sink);
+  memory.upload_lengths(c, p);
+  const std::vector<core::uint64> zeros(2);
+  launch.counters = memory.upload_address(zeros);
+  const runtime::DeviceAddress scheduler = memory.upload_address(zeros);
+  launch.scheduler = c.dealt ? 0 : scheduler;
 
   EXPECT_TRUE(runtime::forward_supports(p, device.properties().arch).empty());
   const int sm_count = device.properties().sm_count;
@@ -264,37 +157,20 @@ ForwardResult run_on(Device& device, const ForwardCall& call) {
   const std::vector<float> workspace(runtime::forward_workspace_bytes(p, config, sm_count) / 4);
   if (c.tail) {
     EXPECT_FALSE(arrivals.empty());
-    launch.arrivals =
-        reinterpret_cast<runtime::DeviceAddress>(memory.upload(arrivals.data(), arrivals.size()));
-    launch.workspace =
-        reinterpret_cast<runtime::DeviceAddress>(memory.upload(workspace.data(), workspace.size()));
+    launch.arrivals = memory.upload_address(arrivals);
+    launch.workspace = memory.upload_address(workspace);
   }
   const runtime::ForwardKernel kernel(device, config);
   kernel.run(launch);
 
   ForwardResult result;
-  const auto bytes = memory.download<unsigned char>(p.out.data, poison.size());
-  for (std::size_t i = 0; i < outputs; ++i) {
-    float value = 0.0f;
-    if (c.f32_out) {
-      std::memcpy(&value, bytes.data() + 4 * i, 4);
-    } else {
-      uint16 bits = 0;
-      std::memcpy(&bits, bytes.data() + 2 * i, 2);
-      value = c.f16 ? core::f16_to_float(bits) : core::bf16_to_float(bits);
-    }
-    result.out.push_back(static_cast<double>(value));
-  }
-  for (std::size_t i = outputs * element; i < bytes.size(); ++i) EXPECT_EQ(bytes[i], 0xff);
-  const auto lse = memory.download<float>(p.lse.data, nan.size());
-  result.lse.assign(lse.begin(), lse.begin() + static_cast<std::ptrdiff_t>(rows));
-  for (std::size_t i = rows; i < lse.size(); ++i) EXPECT_TRUE(std::isnan(lse[i]));
-  const auto counts = memory.download<core::uint64>(counters, 2);
+  result.out = memory.read(p.out, call.out_count());
+  result.lse = memory.read(p.lse, call.lse_count());
+  const auto counts = memory.download<core::uint64>(launch.counters, 2);
   result.counters = {counts[0], counts[1]};
   EXPECT_EQ(memory.download<core::uint64>(scheduler, 1)[0], 0u);
   if (c.tail) {
-    const auto* left = reinterpret_cast<const void*>(launch.arrivals);
-    EXPECT_EQ(memory.download<core::uint32>(left, arrivals.size()), arrivals);
+    EXPECT_EQ(memory.download<core::uint32>(launch.arrivals, arrivals.size()), arrivals);
   }
   return result;
 }
