@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "fovea/fp8.hpp"
@@ -11,6 +12,7 @@
 #include "tools/cpu_peak.h"
 #include "tools/json_output.h"
 #include "tools/program.h"
+#include "tools/quantized_pages.h"
 #include "tools/rotary.h"
 #include "tools/text.h"
 #include "tools/workload.h"
@@ -81,6 +83,7 @@ class CheckCommand : public Command {
     app->add_flag("--backward", backward_, "Check the gradients, too")->disable_flag_override();
     add_problem_options(*app, options_);
     add_rotary_options(*app, options_);
+    add_quantized_pages_option(*app, options_);
   }
 
   int execute() override {
@@ -93,17 +96,25 @@ class CheckCommand : public Command {
     const std::int64_t positions =
         std::max(shape_.seqlen_k, problem.block_table_columns * packing_.page_size);
     const RotaryTables rotary(options_, positions);
-    const Plan chosen = plan(problem, rotary.on_device(options_.run));
+    std::optional<QuantizedPages> pages;
+    if (options_.quantized_page_size > 0) {
+      pages.emplace(workload, rotary.on_host(options_.run.eight_bits->quantization),
+                    options_.quantized_page_size, seed_);
+    }
+    // What is quantised beforehand is turned then.
+    const Plan chosen = pages ? plan(pages->problem(), options_.run)
+                              : plan(problem, rotary.on_device(options_.run));
     if (backward_) static_cast<void>(plan_backward(problem, workload.gradients, options_.run));
     Progress progress(backward_ ? 7 : 4, options_.quiet);
     progress.step("random input");
     fill_inputs(workload, seed_);
+    if (pages) pages->fill();
     poison(problem.out);
     poison(problem.lse);
     progress.step("fovea");
     std::vector<std::byte> workspace(chosen.workspace_bytes());
     Statistics statistics;
-    chosen.run(problem, workspace, &statistics);
+    chosen.run(pages ? pages->problem() : problem, workspace, &statistics);
     progress.step("definition in fp64");
     const Reference exact = exact_of(problem, rotary);
     progress.step("naive in the same precision");

@@ -185,6 +185,19 @@ void add_rotary_options(CLI::App& app, ProblemOptions& options) {
       ->group("Eight bits");
 }
 
+void add_quantized_pages_option(CLI::App& app, ProblemOptions& options) {
+  add_text_option(
+      app, "--quantized-pages",
+      [&options](const std::string& text) {
+        in_eight_bits(options);
+        options.quantized_page_size = parse_integer("--quantized-pages", text, 1, max_extent);
+      },
+      "Quantise beforehand, keys and values into pages of N keys, a multiple of 32, in random "
+      "order")
+      ->type_name("N")
+      ->group("Eight bits");
+}
+
 void add_problem_options(CLI::App& app, ProblemOptions& options) {
   const auto text = [&app](const char* flag, const char* type, const char* help,
                            const std::function<void(const std::string&)>& read) {
@@ -265,6 +278,9 @@ std::string describe(const ProblemOptions& options) {
     if (options.rotary_columns > 0) {
       text += fmt::format(" rotary {},{}{}", options.rotary_columns, options.rotary_base,
                           options.rotary_interleaved ? " interleaved" : "");
+    }
+    if (options.quantized_page_size > 0) {
+      text += fmt::format(" in pages of {}", options.quantized_page_size);
     }
   }
   if (options.run.softmax != Softmax::automatic) {

@@ -30,6 +30,7 @@ struct ProblemOptions {
   std::int64_t rotary_columns = 0;
   float rotary_base = 10000.0f;
   bool rotary_interleaved = false;
+  std::int64_t quantized_page_size = 0;  // keys of a page (quantized_pages.h); 0: none
 
   Options run;  // device, threads, softmax
 
@@ -54,6 +55,9 @@ void add_problem_options(CLI::App& app, ProblemOptions& options);
 
 // Adds --rotary and --rotary-interleaved, for commands whose data are random.
 void add_rotary_options(CLI::App& app, ProblemOptions& options);
+
+// Adds --quantized-pages.
+void add_quantized_pages_option(CLI::App& app, ProblemOptions& options);
 
 // Adds --device, --threads, --json and --quiet alone.
 void add_common_options(CLI::App& app, ProblemOptions& options);

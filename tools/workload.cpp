@@ -89,11 +89,7 @@ void make_pages(Workload& workload, const Shape& shape, std::int64_t page_size,
   if (shape.batch > max_sequences || pages > max_pages) {
     throw Error("--page-size takes at most 2^24 sequences and 2^26 pages; give larger pages");
   }
-  workload.block_table.resize(static_cast<std::size_t>(pages));
-  std::iota(workload.block_table.begin(), workload.block_table.end(), 0);
-  for (std::size_t i = workload.block_table.size(); i > 1; --i) {
-    std::swap(workload.block_table[i - 1], workload.block_table[mix(seed + i) % i]);
-  }
+  workload.block_table = random_order(pages, seed);
   workload.problem.block_table_columns = columns;
   for (std::int64_t b = 0; b < shape.batch; ++b) {
     workload.seqused_k.push_back(static_cast<std::int32_t>(shape.seqlen_k));
@@ -183,6 +179,13 @@ std::byte* Workload::allocate(std::int64_t count, DType dtype) {
                     static_cast<double>(machine_memory_bytes()) / (1 << 30)));
   }
   return buffers.emplace_back(bytes).data();
+}
+
+std::vector<std::int32_t> random_order(std::int64_t count, std::uint64_t seed) {
+  std::vector<std::int32_t> order(static_cast<std::size_t>(count));
+  std::iota(order.begin(), order.end(), 0);
+  for (std::size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[mix(seed + i) % i]);
+  return order;
 }
 
 void fill_normal(std::byte* data, DType dtype, std::int64_t count, std::uint64_t seed) {

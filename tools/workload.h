@@ -61,6 +61,9 @@ void fill_inputs(Workload& workload, std::uint64_t seed);
 // Fills count elements with standard normal values, a function of (seed, index) alone.
 void fill_normal(std::byte* data, DType dtype, std::int64_t count, std::uint64_t seed);
 
+// 0 to count - 1 in an order that the seed decides.
+[[nodiscard]] std::vector<std::int32_t> random_order(std::int64_t count, std::uint64_t seed);
+
 // The slopes of the ALiBi paper (Press et al., section 3) for any number of heads: powers of
 // 2^(-8/n) for n heads, n the power of two below, and every other one of the next power for the
 // rest.

@@ -104,6 +104,7 @@ TEST(Options, NamesWhatIsWrong) {
       {{"bench", "--rotary", "63"}, "--rotary is 63; columns are turned in pairs"},
       {{"bench", "--rotary", "64,-1"}, "--rotary has the base -1"},
       {{"bench", "--rotary-interleaved"}, "--rotary"},
+      {{"check", "--quantized-pages", "none"}, "--quantized-pages is 'none'"},
       {{"bench", "--heads", "8,2,2"}, "--heads is '8,2,2'"},
       {{"run", "--causal", "check", "--shape", "1,1,1,1,1,1"}, "check"},
   };

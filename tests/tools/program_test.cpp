@@ -246,6 +246,7 @@ TEST_F(Program, ChecksAnyCombinationOfOptions) {
         "--softmax online", "--softmax conditional", "--softmax sum_guard --scale 2",
         "--quantize block --rotary 16 --causal",
         "--dtype f16 --ragged --rotary 24,500 --rotary-interleaved", "--page-size 16 --rotary 8",
+        "--quantized-pages 32 --causal --sink", "--ragged --quantized-pages 64 --rotary 12",
         "--ragged --causal", "--page-size 16 --sink", "--ragged --page-size 5 --window 4,0",
         "--dtype bf16 --causal --window 30,0 --softcap 30 --sink --alibi --dropout 0.1 --seed 3"}) {
     const Ended ended = run(fmt::format("check --shape 2,6,2,37,61,24,40 {}", options));
@@ -264,6 +265,19 @@ TEST_F(Program, RefusesARotaryEmbeddingThatDoesNotFit) {
   const Ended bench = run("bench --d 32 --seqs 64 --heads 2,2 --repeat 1 --rotary 32");
   EXPECT_EQ(bench.status, 0) << bench.err;
   EXPECT_NE(bench.out.find("rotary 32,10000"), std::string::npos) << bench.out;
+}
+
+TEST_F(Program, ExplainsWhatBecomesOfQuantisedPages) {
+  const std::string command = "explain --dtype bf16 --shape 1,2,2,40,90,32 --quantized-pages ";
+  const Ended cpu = run(command + "32");
+  EXPECT_EQ(cpu.status, 0) << cpu.err;
+  EXPECT_NE(cpu.out.find("operands   of 8 bits"), std::string::npos) << cpu.out;
+  EXPECT_NE(run(command + "48").err.find("pool.page_size is 48"), std::string::npos);
+  const Ended hopper = run(command + "32 --device emulated:sm_90a");
+  if (hopper.err.find("NVRTC") != std::string::npos) GTEST_SKIP() << "no NVRTC here";
+  EXPECT_NE(hopper.out.find("pages      read in place: a key meets 40 query rows, and a copy pays"),
+            std::string::npos)
+      << hopper.out << hopper.err;
 }
 
 TEST_F(Program, SpeaksJson) {
