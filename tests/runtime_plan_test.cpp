@@ -12,6 +12,7 @@
 
 #include "fovea/fovea.hpp"
 #include "tests/runtime_setup.h"
+#include "tests/sentence.h"
 #include "tests/tolerance.h"
 
 namespace {
@@ -30,19 +31,6 @@ thread_local long allocations = 0;
 
 namespace fovea::test {
 namespace {
-
-std::string sentence_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
-
-void expect_in(const std::string& text, const std::string& fragment) {
-  EXPECT_NE(text.find(fragment), std::string::npos) << '"' << fragment << "\" is not in:\n" << text;
-}
 
 struct Prepared {
   explicit Prepared(const Problem& problem, const Options& options = {})

@@ -4,13 +4,12 @@
 // asked to be deterministic. FOVEA_TEST_SEED takes another sample, FOVEA_TEST_SAMPLE a larger one.
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <string>
 #include <vector>
 
-#include "runtime/devices.h"
 #include "tests/backward_call.h"
 #include "tests/cases.h"
+#include "tests/gpu/sample.h"
 #include "tests/tolerance.h"
 
 namespace fovea::test {
@@ -24,17 +23,6 @@ struct DeviceCase {
 };
 
 std::ostream& operator<<(std::ostream& out, const DeviceCase& c) { return out << c.spec.name; }
-
-// Rows x keys, padded to tiles: what the emulator's time goes with.
-Index cost(const CaseSpec& s) {
-  const auto padded = [](Index n, Index tile) { return (n + tile - 1) / tile * tile; };
-  return s.batch * s.hq * padded(s.sq, 128) * padded(s.sk, 128);
-}
-
-std::uint64_t from_environment(const char* name, std::uint64_t otherwise) {
-  const char* text = std::getenv(name);
-  return text != nullptr ? std::strtoull(text, nullptr, 10) : otherwise;
-}
 
 // Of the case list, what the kernels take by their documentation.
 bool is_documented(Device device, const CaseSpec& s) {
@@ -63,10 +51,6 @@ std::vector<DeviceCase> selected(Device device) {
     list.erase(at);
   }
   return chosen;
-}
-
-void emulate(runtime::EmulationOptions::Order order, std::uint64_t seed) {
-  runtime::set_emulation({.order = order, .seed = seed, .checks = true});
 }
 
 class GpuBackwardCases : public ::testing::TestWithParam<DeviceCase> {};

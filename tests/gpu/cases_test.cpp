@@ -7,7 +7,6 @@
 
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <iostream>
 #include <map>
 #include <string>
@@ -15,6 +14,7 @@
 
 #include "runtime/gpu.h"
 #include "tests/device_call.h"
+#include "tests/gpu/sample.h"
 #include "tests/tolerance.h"
 
 namespace fovea::test {
@@ -43,17 +43,6 @@ std::vector<std::string> reasons_against(const CaseSpec& spec) {
   return runtime::gpu_supports(problem, validate(problem), {gpu_arch(), options});
 }
 
-// Rows x keys, padded to tiles: what the emulator's time goes with.
-Index cost(const CaseSpec& s) {
-  const auto padded = [](Index n, Index tile) { return (n + tile - 1) / tile * tile; };
-  return s.batch * s.hq * padded(s.sq, 128) * padded(s.sk, 128);
-}
-
-std::uint64_t from_environment(const char* name, std::uint64_t otherwise) {
-  const char* text = std::getenv(name);
-  return text != nullptr ? std::strtoull(text, nullptr, 10) : otherwise;
-}
-
 // Why no GPU computes a case that the CPU does: the head of the refusal, or null.
 const char* exception(const CaseSpec& spec) {
   if (in_eight_bits(spec)) return gpu_arch() == "sm_90a" ? nullptr : "its 8-bit forward kernel is";
@@ -79,10 +68,6 @@ std::vector<CaseSpec> selected(bool eight_bits, std::uint64_t sample) {
 }
 
 using Order = runtime::EmulationOptions::Order;
-
-void emulate(Order order, std::uint64_t seed) {
-  runtime::set_emulation({.order = order, .seed = seed, .checks = true});
-}
 
 void check_staged(Call& call) {
   emulate(Order::eager, 0);

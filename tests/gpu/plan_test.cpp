@@ -6,13 +6,13 @@
 
 #include <algorithm>
 #include <array>
-#include <functional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "fovea/fovea.h"
 #include "tests/device_call.h"
+#include "tests/sentence.h"
 #include "tests/tolerance.h"
 
 namespace fovea::test {
@@ -33,19 +33,6 @@ CaseSpec bf16_case(const char* name) {
   spec.sk = 200;
   spec.causal = true;
   return spec;
-}
-
-std::string sentence_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
-
-void expect_in(const std::string& text, const std::string& fragment) {
-  EXPECT_NE(text.find(fragment), std::string::npos) << '"' << fragment << "\" is not in:\n" << text;
 }
 
 TEST(GpuPlan, ChoosesTheGpuForDeviceMemoryByItself) {
