@@ -57,15 +57,7 @@ std::string line(std::string_view what, const Verdict& verdict) {
 class CheckCommand : public Command {
  public:
   explicit CheckCommand(CLI::App* app) : Command(app) {
-    add_text_option(
-        *app, "--shape",
-        [this](const std::string& text) {
-          shape_text_ = text;
-          shape_ = parse_shape(text);
-        },
-        "b,hq,hkv,sq,sk,d[,dv]: batch, heads of q and of k and v, lengths, head dimensions")
-        ->type_name("SHAPE")
-        ->required();
+    add_shape_option(*app, shape_);
     add_text_option(
         *app, "--seed", [this](const std::string& text) { seed_ = parse_unsigned("--seed", text); },
         "Seed of the random input")
@@ -136,12 +128,12 @@ class CheckCommand : public Command {
       gradient_json[what] = to_json(verdict);
     }
     if (!options_.quiet && !json.on_standard_output()) {
-      fmt::print("{} {} seed {} on {}\n{}{}{}{}\n", shape_text_, description(), seed_,
+      fmt::print("{} {} seed {} on {}\n{}{}{}{}\n", shape_string(shape_), description(), seed_,
                  fovea::name(chosen.device()), line("out", out), line("LSE", lse), gradient_lines,
                  passed ? "PASS" : "FAIL");
     }
     json.write({{"command", "check"},
-                {"shape", shape_text_},
+                {"shape", shape_string(shape_)},
                 {"problem", description()},
                 {"seed", seed_},
                 {"device", fovea::name(chosen.device())},
@@ -216,7 +208,6 @@ class CheckCommand : public Command {
   }
 
   ProblemOptions options_;
-  std::string shape_text_;
   Shape shape_;
   Packing packing_;
   std::uint64_t seed_ = 0;

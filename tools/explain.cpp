@@ -16,15 +16,7 @@ namespace {
 class ExplainCommand : public Command {
  public:
   explicit ExplainCommand(CLI::App* app) : Command(app) {
-    add_text_option(
-        *app, "--shape",
-        [this](const std::string& text) {
-          shape_text_ = text;
-          shape_ = parse_shape(text);
-        },
-        "b,hq,hkv,sq,sk,d[,dv]: batch, heads of q and of k and v, lengths, head dimensions")
-        ->type_name("SHAPE")
-        ->required();
+    add_shape_option(*app, shape_);
     app->add_option("--gpu", gpu_, "Ask for a chip that need not be here: h100, h200, b200 or b300")
         ->type_name("CHIP");
     add_problem_options(*app, options_);
@@ -45,7 +37,7 @@ class ExplainCommand : public Command {
       const std::string text = explain(problem, options_.run, gpu_);
       if (!options_.quiet && !json.on_standard_output()) fmt::print("{}", text);
       json.write({{"command", "explain"},
-                  {"shape", shape_text_},
+                  {"shape", shape_string(shape_)},
                   {"problem", describe(options_)},
                   {"gpu", gpu_},
                   {"explanation", text}});
@@ -57,7 +49,7 @@ class ExplainCommand : public Command {
       fmt::print("{}{}", text, text.ends_with('\n') ? "" : "\n");
     }
     json.write({{"command", "explain"},
-                {"shape", shape_text_},
+                {"shape", shape_string(shape_)},
                 {"problem", describe(options_)},
                 {"device", fovea::name(chosen.device())},
                 {"workspace_bytes", chosen.workspace_bytes()},
@@ -67,7 +59,6 @@ class ExplainCommand : public Command {
 
  private:
   ProblemOptions options_;
-  std::string shape_text_;
   Shape shape_;
   std::string gpu_;
 };

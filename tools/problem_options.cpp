@@ -71,6 +71,14 @@ CLI::Option* add_text_option(CLI::App& app, const std::string& name,
   return app.add_option_function<std::string>(name, read, help);
 }
 
+void add_shape_option(CLI::App& app, Shape& shape) {
+  add_text_option(
+      app, "--shape", [&shape](const std::string& text) { shape = parse_shape(text); },
+      "b,hq,hkv,sq,sk,d[,dv]: batch, heads of q and of k and v, lengths, head dimensions")
+      ->type_name("SHAPE")
+      ->required();
+}
+
 DType parse_dtype(std::string_view what, std::string_view text) {
   return parse_name(what, text, dtype_names);
 }

@@ -53,6 +53,9 @@ struct Shape {
 // the command line is parsed. `options` must outlive the app.
 void add_problem_options(CLI::App& app, ProblemOptions& options);
 
+// Adds --shape, without which the command does not run.
+void add_shape_option(CLI::App& app, Shape& shape);
+
 // Adds --rotary and --rotary-interleaved, for commands whose data are random.
 void add_rotary_options(CLI::App& app, ProblemOptions& options);
 

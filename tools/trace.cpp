@@ -16,11 +16,7 @@ namespace {
 class TraceCommand : public Command {
  public:
   explicit TraceCommand(CLI::App* app) : Command(app) {
-    add_text_option(
-        *app, "--shape", [this](const std::string& text) { shape_ = parse_shape(text); },
-        "b,hq,hkv,sq,sk,d[,dv]: batch, heads of q and of k and v, lengths, head dimensions")
-        ->type_name("SHAPE")
-        ->required();
+    add_shape_option(*app, shape_);
     app->add_option("--out", out_, "The timeline, for ui.perfetto.dev; - is standard output")
         ->type_name("FILE")
         ->required();
