@@ -50,7 +50,7 @@ __forceinline__ void gather_page(const GatherParams& p, int32 b, int32 first, in
   const int32 blocks = (used + scale_block - 1) / scale_block;
   const KeyScale* scales = nullptr;
   if (first < used) {
-    const int64 page = p.block_table[b * p.block_table_stride + first / p.page_size];
+    const int64 page = core::page_of(p, b, first).page;
     const int32 keys = min(used - first, p.page_size);
     const int64 row = static_cast<int64>(p.heads) * p.columns;
     copy_pieces(p.k + page * p.k_stride[0] + head * p.k_stride[2], p.k_stride[1],
