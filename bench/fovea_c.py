@@ -337,6 +337,14 @@ def _device_tensor(tensor) -> Tensor:
     return view
 
 
+def set_pages(problem: Problem, block_table, lengths) -> None:
+    """Keys and values of a device_problem() are pages: int32 PyTorch tensors (batch, pages of a
+    sequence) and (batch)."""
+    problem.block_table = Lengths(block_table.data_ptr(), block_table.numel())
+    problem.block_table_columns = block_table.shape[1]
+    problem.seqused_k = Lengths(lengths.data_ptr(), lengths.numel())
+
+
 def device_lse(tensor) -> Tensor:
     """An fp32 PyTorch tensor (batch, heads, seqlen) as the lse of a device_problem()."""
     view = Tensor()

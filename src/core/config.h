@@ -63,6 +63,7 @@ struct FwdConfig {
   bool overlap = true;          // scores of a tile and weights x values of the one before in flight
   bool short_first = true;      // rows that see half of their first block take that half alone
   bool looks_ahead = false;     // the next tile is found, and q fetched into the L2, under a tile
+  bool reads_once = false;      // no other tile reads its keys: the L2 need not keep them
   bool q_in_registers = false;  // 8 bits: q is read from shared memory once a tile, not a block
   int32 promote = 0;    // fp8: key tiles summed by the tensor cores alone (core/fp8.h); 0: all
   int32 page_keys = 0;  // fp8, paged: keys of a copy, which divide page and tile: 32, 64 or 128
@@ -129,6 +130,8 @@ inline constexpr int32 shared_limit_bytes = 232448;  // of a CTA on compute capa
 // Registers that setmaxnreg leaves to each thread; the pool is what the launch takes at entry.
 // Threads that find rows of their own (gather) or lanes that find pages need more than one thread
 // that drives the copy engine.
+// One computing warpgroup needs none: the launch gives every thread as many as it can name.
+constexpr bool divides_registers(const FwdConfig& c) { return c.warpgroups > 1; }
 constexpr int32 producer_registers(const FwdConfig& c) {
   if (c.source == Source::gather) return 56;
   if (c.warpgroups == 3) return 32;
@@ -252,7 +255,7 @@ struct CombineParams {
   int64 sink_stride = 0;
 };
 
-inline constexpr int32 combine_threads = 256;
+inline constexpr int32 combine_threads = 64;
 
 // The parameter of device/copy.cuh: a tensor (i0, i1, i2, column) of any strides, in elements, to
 // dense rows of `padded` elements, a multiple of 16 bytes.

@@ -1,5 +1,7 @@
 // Merges the parts of a problem whose keys were split (core/softmax.h): one warp for each row.
-// Memory binds: each part is read once, in runs of 128 bytes.
+// Latency binds where rows are few, memory where they are many: the weights of all parts are found
+// first, by a lane each, and then the values of several parts are in flight together, 16 bytes a
+// lane where rows are whole chunks of that.
 #pragma once
 
 #include "core/softmax.h"
@@ -26,14 +28,94 @@ __forceinline__ void store_result(void* out, int64 offset, float value) {
   }
 }
 
-template <DType out_dtype>
-__forceinline__ void combine_row(const CombineParams& p, int64 index) {
+// A row of the problem.
+struct CombineRow {
+  int64 index;  // among all
+  int32 head;
+  int64 row;
+  int64 batch;
+
+  __forceinline__ CombineRow(const CombineParams& p, int64 i)
+      : index(i),
+        head(static_cast<int32>(i % p.heads)),
+        row(i / p.heads % p.rows),
+        batch(i / p.heads / p.rows) {}
+};
+
+// `width` neighbouring columns of a part.
+template <int32 width>
+struct Columns {
+  float value[width];
+
+  static __forceinline__ Columns load(const float* at) {
+    Columns c;
+    if constexpr (width == 4) {
+      const float4 four = *reinterpret_cast<const float4*>(at);
+      c.value[0] = four.x;
+      c.value[1] = four.y;
+      c.value[2] = four.z;
+      c.value[3] = four.w;
+    } else {
+      c.value[0] = *at;
+    }
+    return c;
+  }
+};
+
+constexpr int32 parts_at_once = 8;  // whose values are in flight
+
+// The weight of part `first` + lane, which the warp then reads part by part.
+__forceinline__ float part_weight(const CombineParams& p, const float* part_lse, int32 part,
+                                  float seen) {
+  if (part >= p.splits) return 0.0f;
+  const float own = part_lse[part * (p.batch * p.rows * p.heads)];
+  return own == -infinity ? 0.0f : exp2_approximate((own - seen) * core::log2_e);
+}
+
+template <DType out_dtype, int32 width>
+__forceinline__ void combine_columns(const CombineParams& p, const CombineRow& at, float seen,
+                                     float share) {
   const int32 lane = lane_index();
-  const int32 head = static_cast<int32>(index % p.heads);
-  const int64 row = index / p.heads % p.rows;
-  const int64 batch = index / p.heads / p.rows;
+  const int64 values_stride = p.batch * p.rows * p.heads * p.head_dim_v;
+  const int64 offset =
+      at.batch * p.out_stride[0] + at.row * p.out_stride[1] + at.head * p.out_stride[2];
+  const int32 parts = seen == -infinity ? 0 : p.splits;
+  for (int32 begin = 0; begin < p.head_dim_v; begin += 32 * width) {
+    const int32 column = begin + lane * width;
+    const bool inside = column < p.head_dim_v;
+    const float* values = p.part_out + at.index * p.head_dim_v + (inside ? column : 0);
+    float sum[width] = {};
+    for (int32 first = 0; first < parts; first += 32) {
+      const float weight = part_weight(p, p.part_lse + at.index, first + lane, seen);
+      for (int32 part = first; part < min(first + 32, parts); part += parts_at_once) {
+        Columns<width> found[parts_at_once];
+#pragma unroll
+        for (int32 i = 0; i < parts_at_once; ++i) {
+          found[i] = Columns<width>::load(values + min(part + i, parts - 1) * values_stride);
+        }
+#pragma unroll
+        for (int32 i = 0; i < parts_at_once; ++i) {
+          // Zero behind the last part: lanes there stand for none.
+          const float own = __shfl_sync(0xffffffffu, weight, (part - first + i) % 32);
+#pragma unroll
+          for (int32 j = 0; j < width; ++j) sum[j] += core::weighted(own, found[i].value[j]);
+        }
+      }
+    }
+    if (!inside) continue;
+#pragma unroll
+    for (int32 j = 0; j < width; ++j) {
+      store_result<out_dtype>(p.out, offset + (column + j) * p.out_stride[3],
+                              core::weighted(share, sum[j]));
+    }
+  }
+}
+
+template <DType out_dtype>
+__forceinline__ void combine_row(const CombineParams& p, const CombineRow& at) {
+  const int32 lane = lane_index();
   const int64 part_stride = p.batch * p.rows * p.heads;
-  const float* part_lse = p.part_lse + index;
+  const float* part_lse = p.part_lse + at.index;
   const bool used = part_lse[0] != infinity;
   float lse = -infinity;
   if (used) {
@@ -45,33 +127,28 @@ __forceinline__ void combine_row(const CombineParams& p, int64 index) {
   const float seen = lse;
   float share = 1.0f;
   if (used && p.sink != nullptr) {
-    const core::Merge merged = core::merge_parts(seen, p.sink[head * p.sink_stride]);
+    const core::Merge merged = core::merge_parts(seen, p.sink[at.head * p.sink_stride]);
     lse = merged.lse;
     share = merged.weight_a;
   }
-  const int64 offset = batch * p.out_stride[0] + row * p.out_stride[1] + head * p.out_stride[2];
-  for (int32 column = lane; column < p.head_dim_v; column += 32) {
-    const float* values = p.part_out + index * p.head_dim_v + column;
-    float sum = 0.0f;
-    for (int32 part = 0; part < p.splits && seen != -infinity; ++part) {
-      const float own = part_lse[part * part_stride];
-      const float weight = own == -infinity ? 0.0f : exp2_approximate((own - seen) * core::log2_e);
-      sum += core::weighted(weight, values[part * part_stride * p.head_dim_v]);
-    }
-    store_result<out_dtype>(p.out, offset + column * p.out_stride[3], core::weighted(share, sum));
+  if (p.head_dim_v % 4 == 0) {
+    combine_columns<out_dtype, 4>(p, at, seen, share);
+  } else {
+    combine_columns<out_dtype, 1>(p, at, seen, share);
   }
   if (p.lse != nullptr && lane == 0) {
-    p.lse[batch * p.lse_stride[0] + head * p.lse_stride[1] + row * p.lse_stride[2]] = lse;
+    p.lse[at.batch * p.lse_stride[0] + at.head * p.lse_stride[1] + at.row * p.lse_stride[2]] = lse;
   }
 }
 
 template <DType out_dtype>
 __device__ void combine(const CombineParams& params) {
+  grid_dependency_wait();  // launched before the kernel of the parts ends
   const int64 rows = params.batch * params.rows * params.heads;
   const int64 warps = static_cast<int64>(gridDim.x) * (core::combine_threads / 32);
   for (int64 i = static_cast<int64>(blockIdx.x) * (core::combine_threads / 32) + warp_index();
        i < rows; i += warps) {
-    combine_row<out_dtype>(params, i);
+    combine_row<out_dtype>(params, CombineRow(params, i));
   }
 }
 

@@ -75,7 +75,8 @@ struct Load {
     ring.wait_free(state);
     mark(TracePhase::copy);
     if (leads()) ring.expect(state, panel_count * panel_bytes);
-    const CachePolicy again = cache_policy_evict_last();
+    const CachePolicy policy =
+        C.reads_once ? cache_policy_evict_first() : cache_policy_evict_last();
     const SharedAddress target =
         shared_address(memory) + static_cast<uint32>(state.stage) * (panel_count * panel_bytes);
     if constexpr (paged) {
@@ -92,7 +93,7 @@ struct Load {
           const uint32 offset =
               panel * panel_bytes + static_cast<uint32>(lane * box) * Plan::row_bytes;
           tma_load(target + offset, map, ring.full[state.stage],
-                   {panel * core::panel_columns, at.row, tile.head_kv, at.page}, again);
+                   {panel * core::panel_columns, at.row, tile.head_kv, at.page}, policy);
         }
       }
     } else {
@@ -101,7 +102,7 @@ struct Load {
         tma_load(target + panel * panel_bytes, map, ring.full[state.stage],
                  {panel * core::panel_columns, tile.row_k + block * C.tile_k, tile.head_kv,
                   tile.batch_k},
-                 again);
+                 policy);
       }
     }
     state.advance();

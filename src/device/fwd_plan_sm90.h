@@ -42,11 +42,13 @@ struct FwdPlan {
 
   using DType = core::DType;
   static_assert(C.dtype == DType::bf16 || C.dtype == DType::f16);
-  static_assert(C.warpgroups == 2 || C.warpgroups == 3, "the register pool is split for these");
+  static_assert(C.warpgroups >= 1 && C.warpgroups <= 3, "the register pool is split for these");
+  static_assert(C.warpgroups > 1 || !C.ping_pong, "turns need two that take them");
   static_assert(C.head_dim % 16 == 0 && C.head_dim_v % 16 == 0);
   static_assert(C.head_dim <= 256 && C.head_dim_v <= 256);
   static_assert(C.tile_k % 16 == 0 && C.tile_k <= 256);
-  static_assert(C.out_apart || C.head_dim >= C.head_dim_v, "out is staged where q was");
+  static_assert(C.out_apart || !C.tma_out || C.head_dim >= C.head_dim_v,
+                "out is staged where q was");
   static_assert(!C.out_direct || (!C.out_apart && C.tma_out && C.head_dim_v % 32 == 0));
   static_assert(!C.tma_out || (C.out_dtype == C.dtype && !C.packed && !C.split));
   static_assert(!C.split || !C.has_sink, "the sink is added once, by the combining kernel");

@@ -1,6 +1,6 @@
 // Attention, forward, on Hopper: out = softmax(transform(q k^T), where visible) v, and its LSE.
 //
-// One warp copies (TMA); two or three warpgroups compute, 64 query rows each. Budget of one step,
+// One warp copies (TMA); one to three warpgroups compute, 64 query rows each. Budget of one step,
 // 128 rows x 128 keys x head_dim 128, in cycles of a multiprocessor (docs/kernels/fwd_sm90.md):
 //
 //   tensor cores    2 x 2 x 128 x 128 x 128 FLOP at 4096 a cycle               2048
@@ -870,10 +870,14 @@ __device__ void fwd(const FwdParams& params) {
     fence_proxy_async_shared();
   }
   __syncthreads();
+  // What comes before this runs while the kernel before it still does; what merges the parts may
+  // come as soon as there is room.
+  if constexpr (C.reads_once) grid_dependency_wait();
+  if constexpr (C.split) grid_launch_dependents();
 
   const int32 warp = warp_index();
   if (warp < 4) {
-    registers_shrink<core::producer_registers(C)>();
+    if constexpr (core::divides_registers(C)) registers_shrink<core::producer_registers(C)>();
     if constexpr (C.source == Source::gather) {
       Gather<C>{plan, params, warp}.run();
     } else if constexpr (C.source == Source::paged) {
@@ -882,7 +886,7 @@ __device__ void fwd(const FwdParams& params) {
       if (warp == 0 && elect_one()) Load<C>{plan, params}.run();
     }
   } else {
-    registers_grow<core::consumer_registers(C)>();
+    if constexpr (core::divides_registers(C)) registers_grow<core::consumer_registers(C)>();
     Compute<C>{plan, params, warp / 4 - 1}.run();
   }
 }

@@ -52,6 +52,8 @@ struct LaunchConfig {
 
 enum class MapType : std::uint8_t { u8, u16, u32, s32, f16, bf16, f32 };
 enum class MapSwizzle : std::uint8_t { none, b32, b64, b128 };
+// How much the L2 fetches where a box misses.
+enum class MapPromotion : std::uint8_t { b128, b256 };
 
 // A tiled tensor map, innermost dimension first. Boxes and extents count elements.
 struct TensorMapSpec {
@@ -64,6 +66,7 @@ struct TensorMapSpec {
   std::array<std::uint32_t, 5> box{1, 1, 1, 1,
                                    1};  // 1..256 each; box[0] within the swizzle's width
   MapSwizzle swizzle = MapSwizzle::none;
+  MapPromotion promotion = MapPromotion::b256;
 };
 
 // Throws Error naming the value that neither driver nor emulator would take.

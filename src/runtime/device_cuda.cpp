@@ -271,12 +271,15 @@ class CudaDevice final : public Device {
     constexpr std::uint32_t element_strides[5] = {1, 1, 1, 1, 1};
     core::TensorMap map{};
     const Current current(context_);
-    check(driver::functions().tensor_map_encode(
-              &map, types[static_cast<int>(spec.type)], static_cast<std::uint32_t>(spec.rank),
-              reinterpret_cast<void*>(spec.address), spec.extent.data(),
-              spec.stride_bytes.data() + 1, spec.box.data(), element_strides, 0,
-              static_cast<int>(spec.swizzle), driver::l2_promotion_256_bytes, 0),
-          "cuTensorMapEncodeTiled");
+    check(
+        driver::functions().tensor_map_encode(
+            &map, types[static_cast<int>(spec.type)], static_cast<std::uint32_t>(spec.rank),
+            reinterpret_cast<void*>(spec.address), spec.extent.data(), spec.stride_bytes.data() + 1,
+            spec.box.data(), element_strides, 0, static_cast<int>(spec.swizzle),
+            spec.promotion == MapPromotion::b128 ? driver::l2_promotion_128_bytes
+                                                 : driver::l2_promotion_256_bytes,
+            0),
+        "cuTensorMapEncodeTiled");
     return map;
   }
 

@@ -58,6 +58,7 @@ inline constexpr std::uintptr_t param_buffer_size = 2;
 inline constexpr int pointer_memory_type = 2;
 
 inline constexpr unsigned stream_non_blocking = 1;
+inline constexpr int l2_promotion_128_bytes = 2;
 inline constexpr int l2_promotion_256_bytes = 3;
 
 struct Functions {

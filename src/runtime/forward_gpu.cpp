@@ -39,7 +39,7 @@ MapType map_type(DType type) { return type == DType::bf16 ? MapType::bf16 : MapT
 
 // (head_dim, row, head, batch), in boxes of 64 columns x box_rows.
 core::TensorMap encode(Device& device, const View& view, const int64 (&extent)[3], int64 columns,
-                       int32 box_rows) {
+                       int32 box_rows, MapPromotion promotion = MapPromotion::b256) {
   constexpr int order[3] = {1, 2, 0};
   TensorMapSpec spec;
   spec.type = map_type(view.dtype);
@@ -53,6 +53,7 @@ core::TensorMap encode(Device& device, const View& view, const int64 (&extent)[3
   }
   spec.box = {core::panel_columns, static_cast<std::uint32_t>(box_rows), 1, 1, 1};
   spec.swizzle = MapSwizzle::b128;
+  spec.promotion = promotion;
   return device.encode_tensor_map(spec);
 }
 
@@ -276,6 +277,10 @@ int64 fill_tail(FwdParams&, const ForwardCall&, const core::Fwd100Config&, int64
 bool keeps_ctas(const FwdConfig& c) { return c.persistent; }
 bool keeps_ctas(const core::Fwd100Config& c) { return c.persistent && !c.launch_control; }
 
+// Whether the kernel waits itself for what comes before it in the stream.
+bool reads_once(const FwdConfig& c) { return c.reads_once; }
+bool reads_once(const core::Fwd100Config&) { return false; }
+
 // How many of them there are at most `most`. Tiles that take equally long end in rounds: where
 // those are few and long, as few CTAs as take no round more. The others' power goes to the clock of
 // these (docs/kernels/fwd_sm90.md); short tiles do not keep in step for so long.
@@ -369,9 +374,13 @@ void ForwardKernel::encode_maps(FwdParams& params, const Problem& p, const Confi
   const int32 boxes = core::rows_of(config) / query_rows;  // of a tile
   params.q = config.packed ? encode_packed(device_, p, extent.q, params.queries_per_tile / boxes)
                            : encode(device_, p.q, extent.q, p.head_dim, query_rows);
-  const bool has_keys = has_elements(p.k, extent.k);
-  params.k = has_keys ? encode(device_, p.k, extent.k, p.head_dim, key_rows) : params.q;
-  params.v = has_keys ? encode(device_, p.v, extent.k, p.head_dim_v, value_rows) : params.q;
+  params.k = params.v = params.q;
+  if (!has_elements(p.k, extent.k)) return;
+  // Where memory binds, what is fetched beyond a box costs 6 % of its rate, even if it is asked for
+  // next (docs/kernels/fwd_sm90.md).
+  const MapPromotion promotion = reads_once(config) ? MapPromotion::b128 : MapPromotion::b256;
+  params.k = encode(device_, p.k, extent.k, p.head_dim, key_rows, promotion);
+  params.v = encode(device_, p.v, extent.k, p.head_dim_v, value_rows, promotion);
 }
 
 void ForwardKernel::run(const ForwardCall& call, Stream stream) const {
@@ -398,6 +407,7 @@ void ForwardKernel::launch(const Config& config, const ForwardCall& call, Stream
   shape.block.x = tiles.threads;
   shape.cluster.x = static_cast<std::uint32_t>(core::ctas_of(config));
   shape.dynamic_shared_bytes = static_cast<std::uint32_t>(core::shared_bytes(config));
+  shape.overlap_predecessor = reads_once(config);
   device_.launch(*kernel_, shape, std::as_bytes(std::span(&params, 1)), stream);
   if (combine_ == nullptr) return;
 
@@ -407,6 +417,7 @@ void ForwardKernel::launch(const Config& config, const ForwardCall& call, Stream
   merge.grid.x =
       static_cast<std::uint32_t>(std::min(core::ceil_div(row_count(p), rows_per_cta), most_ctas));
   merge.block.x = core::combine_threads;
+  merge.overlap_predecessor = true;
   device_.launch(*combine_, merge, std::as_bytes(std::span(&parts, 1)), stream);
 }
 

@@ -23,6 +23,9 @@ class ForwardProgram final : public GpuProgram {
     if (const auto* hopper = std::get_if<core::FwdConfig>(&kernel_->config())) {
       tail_ = forward_tail(problem, *hopper, sm_count);
     }
+    splits_ = std::visit(
+        [&](const auto& c) { return c.split ? forward_splits(problem, c, sm_count) : 1; },
+        kernel_->config());
   }
 
   // The counters that hand out tiles, and those that count parts.
@@ -47,12 +50,14 @@ class ForwardProgram final : public GpuProgram {
                                  ? std::string()
                                  : text("tail       the last ", tail_.tiles, " tiles, each in ",
                                         tail_.parts, " parts of its keys\n");
+    const std::string parts =
+        splits_ == 1 ? std::string() : text("parts      ", splits_, " of the keys of each tile\n");
     return std::visit(
         [&](const auto& c) {
           return text("tiles      ", core::rows_of(c), " rows x ", c.tile_k, " keys, ",
                       core::threads_of(c), " threads, ", core::shared_bytes(c),
                       " bytes of shared memory\n",  //
-                      tail, "softmax    ", policy_name(c.softmax), "\n", "config     ",
+                      parts, tail, "softmax    ", policy_name(c.softmax), "\n", "config     ",
                       forward_expression(c), "\n");
         },
         kernel_->config());
@@ -65,6 +70,7 @@ class ForwardProgram final : public GpuProgram {
   std::size_t scratch_bytes_;
   std::size_t arrivals_;
   Tail tail_;
+  core::int32 splits_ = 1;
 };
 
 // The kernel of a configuration, or of the nearest that fits the registers. Where none does, one

@@ -30,6 +30,15 @@ bool is_chunked(const View& view, int64 columns) {
 
 constexpr int32 swizzle_rows = 8;  // after which its pattern repeats
 
+// By how many keys a tile is shorter: what is added to scores needs registers of its own.
+int32 fewer_keys(const FwdConfig& c) {
+  int32 fewer = (c.has_bias ? 48 : 0) + (c.has_mask ? 32 : 0) + (c.has_dropout ? 16 : 0) +
+                (c.has_alibi ? 16 : 0);
+  if (fewer > 0 && c.head_dim > 128) fewer += 16;
+  if (fewer > 0 && c.transform == ScoreTransform::softcap) fewer += 16;
+  return fewer;
+}
+
 // What measured best (docs/kernels/fwd_sm90.md); the registers of a tile decide what is possible.
 void choose_tile(FwdConfig& c, const Problem& p) {
   const int32 widest = std::max(c.head_dim, c.head_dim_v);
@@ -57,12 +66,7 @@ void choose_tile(FwdConfig& c, const Problem& p) {
     c.tile_k = roomy && 100 * empty < p.seqlen_k ? 80 : 64;
     c.persistent = !(windowed && long_keys);
   }
-  // What is added to scores needs registers of its own.
-  int32 fewer = (c.has_bias ? 48 : 0) + (c.has_mask ? 32 : 0) + (c.has_dropout ? 16 : 0) +
-                (c.has_alibi ? 16 : 0);
-  if (fewer > 0 && c.head_dim > 128) fewer += 16;
-  if (fewer > 0 && c.transform == ScoreTransform::softcap) fewer += 16;
-  c.tile_k = std::max(c.tile_k - fewer, c.head_dim_v > 128 ? 32 : 48);
+  c.tile_k = std::max(c.tile_k - fewer_keys(c), c.head_dim_v > 128 ? 32 : 48);
   while (shared_bytes(c) > core::shared_limit_bytes && c.tile_k > 32) {
     // Staging out where q was costs less than smaller tiles, but needs q to be as wide.
     if (c.out_apart && c.head_dim >= c.head_dim_v) {
@@ -71,6 +75,21 @@ void choose_tile(FwdConfig& c, const Problem& p) {
       c.tile_k -= 16;
     }
   }
+}
+
+// Whether the queries of a sequence, of all heads of a group, are rows of one warpgroup.
+bool has_few_rows(const Problem& p) { return p.seqlen_q * p.group_size() <= 64; }
+
+// Where rows are few, memory binds: one warpgroup computes, and what memory there is holds keys and
+// values on their way. Out needs none: where it is stored by the copy engine, q is not read again.
+void choose_few(FwdConfig& c) {
+  const int32 keys = std::max(c.head_dim, c.head_dim_v) <= 128 ? 128 : 64;
+  c.warpgroups = 1;
+  c.ping_pong = false;
+  c.out_apart = c.head_dim < c.head_dim_v;
+  c.tile_k = std::max(keys - fewer_keys(c), 32);
+  c.stages = 8;
+  while (shared_bytes(c) > core::shared_limit_bytes) --c.stages;
 }
 
 void choose_source(FwdConfig& c, const Problem& p) {
@@ -102,10 +121,12 @@ FwdConfig choose_forward_sm90(const Problem& p, core::SoftmaxPolicy softmax, int
   fill_features(c, p, softmax);
   choose_tile(c, p);
   choose_source(c, p);
+  if (has_few_rows(p) && c.source != core::Source::gather) choose_few(c);
   c.packed = should_pack(p, core::rows_of(c), packed_queries(p, c));
   c.split = forward_splits(p, c, sm_count) > 1;
   if (c.split) c.has_sink = false;  // added once, when the parts are merged
   if (c.packed || c.split) c.tma_out = false;
+  c.reads_once = has_few_rows(p) && c.warpgroups == 1 && (c.packed || p.group_size() == 1);
   c.out_direct = c.persistent && c.tma_out && !c.out_apart && p.head_dim_v % 32 == 0;
   c.tail = core::may_have_tail(c);
   c.tail = forward_tail(p, c, sm_count).tiles > 0;
@@ -153,6 +174,7 @@ std::string forward_expression(const FwdConfig& c) {
   text.flag("overlap", c.overlap);
   text.flag("short_first", core::begins_short(c));
   text.flag("looks_ahead", c.looks_ahead && core::may_look_ahead(c));
+  if (c.reads_once) text.flag("reads_once", c.reads_once);
   text.flag("q_in_registers", c.q_in_registers);
   text.number("promote", c.promote);
   if (c.page_keys > 0) text.number("page_keys", c.page_keys);

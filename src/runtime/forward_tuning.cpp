@@ -52,7 +52,7 @@ bool is_idle(const Field<Config>& field, const Config& c) {
   return field.is_switch() && forward_expression(field.flipped(c)) == forward_expression(c);
 }
 
-constexpr std::array<Field<FwdConfig>, 12> fields_of(const FwdConfig*) {
+constexpr std::array<Field<FwdConfig>, 13> fields_of(const FwdConfig*) {
   return {{{"warpgroups", &FwdConfig::warpgroups},
            {"tile_k", &FwdConfig::tile_k},
            {"stages", &FwdConfig::stages},
@@ -63,6 +63,7 @@ constexpr std::array<Field<FwdConfig>, 12> fields_of(const FwdConfig*) {
            {"ping_pong", nullptr, &FwdConfig::ping_pong, 0, 1},
            {"overlap", nullptr, &FwdConfig::overlap, 0, 1},
            {"short_first", nullptr, &FwdConfig::short_first, 0, 1},
+           {"reads_once", nullptr, &FwdConfig::reads_once, 0, 1},
            {"looks_ahead", nullptr, &FwdConfig::looks_ahead, 0, 1},
            {"q_in_registers", nullptr, &FwdConfig::q_in_registers, 0, 1}}};
 }
@@ -118,7 +119,8 @@ std::string objection_in_eight_bits(const FwdConfig& c) {
 }
 
 std::string objection(const FwdConfig& c) {
-  if (c.warpgroups < 2 || c.warpgroups > 3) return "it has 2 or 3 warpgroups";
+  if (c.warpgroups < 1 || c.warpgroups > 3) return "it has 1 to 3 warpgroups";
+  if (c.warpgroups == 1 && c.ping_pong) return "turns need two warpgroups that take them";
   if (c.tile_k < 16 || c.tile_k > 256 || c.tile_k % 16 != 0) {
     return "tile_k is a multiple of 16 in 16..256";
   }
@@ -129,7 +131,7 @@ std::string objection(const FwdConfig& c) {
   if (c.tail && !core::may_have_tail(c)) return "a tail needs tiles that take equally long";
   if (core::is_eight_bit(c.dtype)) return objection_in_eight_bits(c);
   if (c.q_in_registers) return "q stays in shared memory in 16 bits";
-  if (!c.out_apart && c.head_dim < c.head_dim_v) return "out does not fit where q was";
+  if (!c.out_apart && c.tma_out && c.head_dim < c.head_dim_v) return "out does not fit where q was";
   const int32 bytes = core::shared_bytes(c);
   if (bytes > core::shared_limit_bytes) {
     return text("it needs ", bytes, " bytes of shared memory of ", core::shared_limit_bytes);
@@ -163,9 +165,13 @@ std::string objection(const Fwd100Config& c) {
 }
 
 void add_candidates(const FwdConfig& chosen, std::vector<ForwardConfig>& list) {
-  for (const int32 warpgroups : {2, 3}) {
+  // One is for few rows alone, and takes no turns.
+  const std::vector<int32> counts =
+      chosen.warpgroups == 1 ? std::vector<int32>{1} : std::vector<int32>{2, 3};
+  for (const int32 warpgroups : counts) {
     for (int32 tile_k = 176; tile_k >= 48; tile_k -= 16) {
-      for (const int32 stages : {4, 3, 2}) {
+      for (const int32 stages : {6, 4, 3, 2}) {
+        if (stages > 4 && warpgroups > 1) continue;
         for (const bool out_apart : {true, false}) {
           FwdConfig c = chosen;
           c.warpgroups = warpgroups;

@@ -105,6 +105,23 @@ void split_pages(FwdConfig& c) {
   c.tma_out = false;
 }
 
+// One warpgroup, for few rows.
+FwdConfig few(core::int32 head_dim, core::int32 tile_k, core::int32 stages) {
+  FwdConfig c = base(head_dim, head_dim, tile_k);
+  c.stages = stages;
+  c.warpgroups = 1;
+  c.ping_pong = c.out_apart = c.tma_out = false;
+  c.packed = c.reads_once = true;
+  return c;
+}
+
+// Parts, keys in pages, between the bounds of a window, with what is added to scores.
+void modified_pages(FwdConfig& c) {
+  c.source = Source::paged;
+  c.transform = core::ScoreTransform::softcap;
+  c.bound_left = c.bound_right = c.ragged = c.split = c.has_alibi = true;
+}
+
 const Variant variants[] = {
     {"gathered_d256_16", gathered(256, 16, 64)},
     {"gathered_d144", with(gathered(144, 144, 80), staged_in_q)},
@@ -117,6 +134,11 @@ const Variant variants[] = {
     {"halved_d64", with(halved(64, 64), three_warpgroups)},
     {"e4m3_d128_promoted_pages", in_pages(128, 128, 6, 128)},
     {"e4m3_d256_promoted_pages", in_pages(256, 64, 12, 32)},
+    {"few_d64_modified_pages", with(few(64, 96, 8), modified_pages)},
+    {"few_d128_modified_pages", with(few(128, 96, 4), modified_pages)},
+    {"few_d256_modified_pages", with(few(256, 32, 6), modified_pages)},
+    {"few_d128", few(128, 128, 3)},
+    {"few_d256", few(256, 64, 3)},
     {"ahead_d128_causal", looking_ahead(true)},
     {"ahead_d128_tail", looking_ahead(false)},
 };

@@ -328,7 +328,10 @@ TEST(Features, PacksTheHeadsOfAGroup) {
       s.dropout = group == 16 && sq == 5 ? 0.3f : 0.0f;
       s.entry = sq == 40 ? Entry::varlen : Entry::dense;
       s.softmax = test::every_softmax[static_cast<std::size_t>(group) % 3];
-      EXPECT_TRUE(check({s}).packed || sq == 40);
+      const FwdConfig config = check({s});
+      EXPECT_TRUE(config.packed || sq == 40);
+      EXPECT_EQ(config.warpgroups == 1, group * sq <= 64);
+      EXPECT_EQ(config.reads_once, group * sq <= 64);
       if (sq == 40) check({s, [](FwdConfig& c) { c.packed = true, c.tma_out = false; }});
     }
   }
@@ -342,8 +345,9 @@ TEST(Features, SplitsKeys) {
       CaseSpec s = base("split");
       s.batch = 5;
       s.hq = 4;
-      s.sq = 3;
+      s.sq = splits == 9 ? 40 : 3;  // two warpgroups, or one
       s.sk = 1100;
+      s.d = splits == 3 ? 66 : 64;  // merged column by column, or in fours
       s.num_splits = splits;
       s.entry = entry;
       s.page_size = 32;
@@ -355,6 +359,16 @@ TEST(Features, SplitsKeys) {
       EXPECT_TRUE(check({s}).split);
     }
   }
+}
+
+TEST(Features, MergesMorePartsThanAWarpHasLanes) {
+  CaseSpec s = base("parts");
+  s.sq = 1;
+  s.sk = 36 * 128 - 5;
+  s.d = 16;
+  s.num_splits = 36;
+  s.sink = true;
+  EXPECT_TRUE(check({s}).split);
 }
 
 // ---- Pages
