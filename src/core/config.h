@@ -102,9 +102,18 @@ constexpr bool begins_short(const FwdConfig& c) {
   return c.short_first && c.bound_right && c.tile_k == 128 && !c.packed && !modifies_scores(c) &&
          size_bytes(c.dtype) == 2;
 }
+// First scores of a tile are issued without a turn, and weights are converted while the vote on
+// them is counted. At d = 128 that gains half a hundredth where sequences are short; at d = 64 it
+// loses two to six (docs/kernels/fwd_sm90.md).
+constexpr bool is_eager(const FwdConfig& c) { return c.head_dim == 128 && c.head_dim_v == 128; }
 constexpr DType stored_dtype(const FwdConfig& c) { return c.split ? DType::f32 : c.out_dtype; }
 constexpr int32 rows_of(const FwdConfig& c) { return 64 * c.warpgroups; }
-constexpr int32 query_box_rows(const FwdConfig& c) { return rows_of(c); }
+// Parts of q that come, and are given back, each by itself: the rows of a warpgroup, so that one
+// need not wait for the others between two tiles.
+constexpr int32 query_parts(const FwdConfig& c) {
+  return c.source == Source::tma && !c.packed && size_bytes(c.dtype) == 2 ? c.warpgroups : 1;
+}
+constexpr int32 query_box_rows(const FwdConfig& c) { return rows_of(c) / query_parts(c); }
 constexpr int32 out_box_rows(const FwdConfig&) { return 16; }
 // What a thread leaves of a part of a tile in a tail: out, and reference and sum of its two rows.
 constexpr int32 part_floats(const FwdConfig& c) { return c.head_dim_v / 2 + 4; }
@@ -154,8 +163,8 @@ struct Rows {
 };
 
 // The parameter of the forward kernels. Boxes of the maps, all with the 128-byte swizzle and
-// dimensions (head_dim, row, head, batch): q {64, rows_of}, k and v {64, tile_k}, out
-// {64, 16}.
+// dimensions (head_dim, row, head, batch): q {64, query_box_rows}, k and v {64, tile_k},
+// out {64, 16}.
 // Pages are the batch of k and v, in boxes {64, page_box}. Packed q has dimensions (head_dim, head
 // of the group, row, key/value head, batch) and boxes {64, group_size, queries_per_tile}.
 struct FwdParams {

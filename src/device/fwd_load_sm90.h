@@ -31,25 +31,29 @@ struct Load {
   }
 
   __forceinline__ void load_q(const FwdTile& tile) {
-    mark(TracePhase::free);
-    plan.q_ring.wait_free(q_state);
-    mark(TracePhase::copy);
-    if (leads()) {
+#pragma unroll
+    for (int32 part = 0; part < Plan::query_parts; ++part) {
+      Ring<1>& ring = plan.q_ring[part];
+      mark(TracePhase::free);
+      ring.wait_free(q_state);
+      mark(TracePhase::copy);
+      if (!leads()) continue;
       const CachePolicy once = cache_policy_evict_first();
       const uint32 packed_rows = static_cast<uint32>(params.queries_per_tile * params.group_size);
-      plan.q_ring.expect(
-          q_state, C.packed ? packed_rows * Plan::panels_qk * Plan::row_bytes : Plan::q_bytes);
+      const uint32 rows = C.packed ? packed_rows : Plan::part_rows;
+      ring.expect(q_state, rows * Plan::panels_qk * Plan::row_bytes);
 #pragma unroll
       for (int32 panel = 0; panel < Plan::panels_qk; ++panel) {
-        const SharedAddress target = shared_address(plan.q) + panel * Plan::rows * Plan::row_bytes;
+        const int32 first = part * Plan::part_rows;
+        const SharedAddress target =
+            shared_address(plan.q) + (panel * Plan::rows + first) * Plan::row_bytes;
         const int32 column = panel * core::panel_columns;
-        const int32 row = tile.row_q + tile.q_begin;
+        const int32 row = tile.row_q + tile.q_begin + first;
         if constexpr (C.packed) {
-          tma_load(target, &params.q, plan.q_ring.full[0],
-                   {column, 0, row, tile.head_kv, tile.batch_q}, once);
-        } else {
-          tma_load(target, &params.q, plan.q_ring.full[0], {column, row, tile.head, tile.batch_q},
+          tma_load(target, &params.q, ring.full[0], {column, 0, row, tile.head_kv, tile.batch_q},
                    once);
+        } else {
+          tma_load(target, &params.q, ring.full[0], {column, row, tile.head, tile.batch_q}, once);
         }
       }
     }
@@ -61,8 +65,11 @@ struct Load {
   __forceinline__ void fetch_q(const FwdTile& tile) const {
 #pragma unroll
     for (int32 panel = 0; panel < Plan::panels_qk; ++panel) {
-      tma_prefetch(&params.q, {panel * core::panel_columns, tile.row_q + tile.q_begin, tile.head,
-                               tile.batch_q});
+#pragma unroll
+      for (int32 first = 0; first < Plan::rows; first += Plan::part_rows) {
+        tma_prefetch(&params.q, {panel * core::panel_columns, tile.row_q + tile.q_begin + first,
+                                 tile.head, tile.batch_q});
+      }
     }
   }
 
@@ -292,7 +299,7 @@ struct Gather {
           return q.data + tile.batch_q * q.stride[0] + (tile.row_q + at.query) * q.stride[1] +
                  at.head * q.stride[2];
         });
-    commit(plan.q_ring.full[0]);
+    commit(plan.q_ring[0].full[0]);
   }
 
   __forceinline__ void publish(const FwdTile& tile) {

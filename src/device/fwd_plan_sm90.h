@@ -11,6 +11,8 @@ namespace fovea::device {
 template <FwdConfig C>
 struct FwdPlan {
   static constexpr int32 rows = core::rows_of(C);
+  static constexpr int32 query_parts = core::query_parts(C);
+  static constexpr int32 part_rows = rows / query_parts;
   static constexpr int32 panels_qk = core::panels(C.head_dim);
   static constexpr int32 panels_v = core::panels(C.head_dim_v);
   static constexpr uint32 row_bytes = 2 * core::panel_columns;
@@ -26,7 +28,7 @@ struct FwdPlan {
   // full: the loaders and the bytes; free: each computing warp.
   Ring<C.stages> k_ring;
   Ring<C.stages> v_ring;
-  Ring<1> q_ring;
+  Ring<1> q_ring[query_parts];
   Ring<2> tile_ring;  // full: 1 producer; free: each computing warp
   FwdTile tiles[2];
   uint32 grown[4 * C.warpgroups];  // written for the order of instructions alone: wgmma.h
@@ -59,7 +61,7 @@ struct FwdPlan {
   // By one thread, before a barrier of the CTA.
   __forceinline__ void init_barriers() {
     tile_ring.init(1, consumer_warps);
-    q_ring.init(loaders, consumer_warps);
+    for (Ring<1>& ring : q_ring) ring.init(loaders, consumer_warps / query_parts);
     k_ring.init(loaders, consumer_warps);
     v_ring.init(loaders, consumer_warps);
     fence_mbarrier_init();

@@ -49,13 +49,18 @@ struct Compute {
   float scores[score_count];         // [64 x tile_k]: raw, then exponentials
   uint32 weights[C.tile_k / 16][4];  // the same as operand A, 16 bits each
   float output[output_count];        // [64 x head_dim_v]
+  bool has_output = false;           // or what output holds is of no tile, and overwritten
   float reference[2];                // per half, in log2 units: core/softmax.h
+  float base[2];                     // what exponentiate_guarded() adds: -reference, or infinity
   float sum[2];                      // this thread's share
+  float share[2];                    // find_totals()
 
+  // The same in all lanes to the compiler, too, at the price of a shuffle.
   __forceinline__ int32 warp() const { return warp_index() % 4; }
-  __forceinline__ int32 first_row() const {
-    return 64 * warpgroup + 16 * warp() + lane_index() / 4;
+  __forceinline__ int32 warp_row() const {
+    return 64 * warpgroup + static_cast<int32>(threadIdx.x % 128) / 32 * 16;
   }
+  __forceinline__ int32 first_row() const { return warp_row() + lane_index() / 4; }
 
   __forceinline__ void mark(TracePhase phase) const {
     trace_mark(plan.trace, params.trace, 1 + warpgroup, threadIdx.x % 128 == 0, phase);
@@ -76,6 +81,10 @@ struct Compute {
   }
 
   // -- Products. Each warp releases for itself: its wait covers its own part of a product.
+
+  __forceinline__ Ring<1>& query_ring() const {
+    return plan.q_ring[Plan::query_parts > 1 ? warpgroup : 0];
+  }
 
   __forceinline__ SharedAddress query_tile() const { return shared_address(plan.q); }
 
@@ -128,9 +137,10 @@ struct Compute {
 #pragma unroll
     for (int32 step = 0; step < C.tile_k / 16; ++step) {
       fwd_output(output, weights[step], descriptor_advance(v_tile, step * 16 * Plan::row_bytes),
-                 true);
+                 step > 0 || has_output);
     }
     wgmma_commit();
+    has_output = true;
   }
 
   __forceinline__ void release_k() {
@@ -142,7 +152,7 @@ struct Compute {
     v_state.advance();
   }
   __forceinline__ void release_q() {
-    if (lane_index() == 0) plan.q_ring.release(q_state);
+    if (lane_index() == 0) query_ring().release(q_state);
     q_state.advance();
   }
 
@@ -190,14 +200,15 @@ struct Compute {
   // summed before must shrink.
   template <int32 count>
   __forceinline__ void exponentiate_exact(float (&s)[count], float (&factor)[2]) {
-    float top[2] = {-infinity, -infinity};
+    // In several chains, since a comparison's result comes later than the next one could start.
+    float tops[8];
 #pragma unroll
-    for (int32 i = 0; i < count; ++i) {
-      top[(i / 2) % 2] = fmaxf(top[(i / 2) % 2], s[i]);
-    }
+    for (int32 i = 0; i < count; ++i) tops[i % 8] = i < 8 ? s[i] : fmaxf(tops[i % 8], s[i]);
+    const float top[2] = {fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[4], tops[5])),
+                          fmaxf(fmaxf(tops[2], tops[3]), fmaxf(tops[6], tops[7]))};
     constexpr float threshold =
         C.softmax == SoftmaxPolicy::online ? 0.0f : core::rescale_threshold_log2;
-    float base[2];
+    float from[2];
     float part[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int32 half = 0; half < 2; ++half) {
@@ -206,10 +217,10 @@ struct Compute {
       reference[half] = raised.reference;
       factor[half] = exp2_approximate(raised.factor_log2);
       // A row that saw nothing yet keeps -infinity, but may not subtract it.
-      base[half] = raised.reference > -infinity ? -raised.reference : 0.0f;
+      from[half] = raised.reference > -infinity ? -raised.reference : 0.0f;
     }
     float by = scale();
-    if (__any_sync(0xffffffffu, far(base[0]) || far(base[1]))) {
+    if (__any_sync(0xffffffffu, far(from[0]) || far(from[1]))) {
 #pragma unroll
       for (int32 i = 0; i < count; ++i) s[i] *= by;
       by = 1.0f;
@@ -217,18 +228,26 @@ struct Compute {
 #pragma unroll
     for (int32 i = 0; i < count; ++i) {
       const int32 half = (i / 2) % 2;
-      s[i] = exp2_approximate(fmaf(s[i], by, base[half]));
+      s[i] = exp2_approximate(fmaf(s[i], by, from[half]));
       part[half] += s[i];
     }
 #pragma unroll
     for (int32 half = 0; half < 2; ++half) sum[half] = fmaf(sum[half], factor[half], part[half]);
+    find_base();
+  }
+
+  // After each change of the reference, not before each use, where the selection would stand in
+  // front of half of the exponentials. A reference too far out, or none yet, is left to repair():
+  // infinity cannot pass the vote.
+  __forceinline__ void find_base() {
+#pragma unroll
+    for (int32 half = 0; half < 2; ++half) {
+      base[half] = far(reference[half]) ? infinity : -reference[half];
+    }
   }
 
   // Exponentials with the reference known before; part bounds the largest of them.
   __forceinline__ void exponentiate_guarded(float (&part)[2]) {
-    // A reference too far out, or none yet, is left to repair(): infinity cannot pass the vote.
-    const float base[2] = {far(reference[0]) ? infinity : -reference[0],
-                           far(reference[1]) ? infinity : -reference[1]};
     part[0] = part[1] = 0.0f;
 #pragma unroll
     for (int32 i = 0; i < score_count; i += 2) {
@@ -333,6 +352,7 @@ struct Compute {
       }
 #pragma unroll
       for (int32 i = 0; i < score_count; ++i) scores[i] *= factor[(i / 2) % 2];
+      find_base();
     }
     scale_output(factor);
   }
@@ -447,22 +467,25 @@ struct Compute {
   __forceinline__ void begin(float (&s)[count], const FwdTile& tile) {
     pass_by(tile);
     mark(TracePhase::query);
-    plan.q_ring.wait_full(q_state);
-    take_turn();
+    query_ring().wait_full(q_state);
+    if constexpr (!core::is_eager(C)) take_turn();
     issue_scores(s);
-    pass_turn();
-    clear_output();
+    if constexpr (!core::is_eager(C)) pass_turn();
+    has_output = false;
+    int32 end = end_of(tile);
+    int32 masked = core::is_windowed(C) || end > tile.full_end;
+    // No instruction: found under the product, not behind it.
+    asm volatile("" : "+r"(end), "+r"(masked)::"memory");
     mark(TracePhase::scores);
     wgmma_wait<0>();
     wgmma_hold(s);
     mark(TracePhase::softmax);
     release_k();
-    const int32 end = end_of(tile);
     const int32 block = end - 1;
     reference[0] = reference[1] = -infinity;
     sum[0] = sum[1] = 0.0f;
     transform(s, tile, block);
-    if (core::is_windowed(C) || block >= tile.full_end) mask(s, tile, block);
+    if (core::is_windowed(C) || masked != 0) mask(s, tile, block);
     float factor[2];
     exponentiate_exact(s, factor);
     convert(s, tile, block);
@@ -524,6 +547,7 @@ struct Compute {
                            __any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f);
       if constexpr (C.overlap) settle_output();
       if (rescale) scale_output(factor);
+      convert(scores, tile, block);
     } else {
       float part[2];
       exponentiate_guarded(part);
@@ -532,14 +556,17 @@ struct Compute {
         wgmma_keep_before_wait(grown, plan.grown[4 * warpgroup + warp()]);
         settle_output();
       }
+      // While the vote is counted; once more where one fell, which is rare.
+      if constexpr (core::is_eager(C)) convert(scores, tile, block);
       if (grown) {
         repair(tile, block, part);
+        if constexpr (core::is_eager(C)) convert(scores, tile, block);
       } else {
         sum[0] += part[0];
         sum[1] += part[1];
       }
+      if constexpr (!core::is_eager(C)) convert(scores, tile, block);
     }
-    convert(scores, tile, block);
   }
 
   // The last block's output.
@@ -549,6 +576,10 @@ struct Compute {
     take_turn();
     issue_output();
     pass_turn();
+    if constexpr (finds_totals_early) {
+      find_totals(tile, true);
+      wait_for_staging();
+    }
     settle_output();
   }
 
@@ -627,21 +658,21 @@ struct Compute {
     return true;
   }
 
-  // Divides by the sum, writes the LSE of rows that are whole. Gives the rows of this warp, a bit
-  // for each of its 16, whose result is not finite although some of the values it met were not the
-  // row's to see.
-  __forceinline__ uint32 finish(const FwdTile& tile, bool whole) {
-    float factor[2];
-    bool alive[2];
+  // Under the last product, where no tile is in parts that others may complete.
+  static constexpr bool finds_totals_early = !C.tail;
+
+  // What the rows are yet to be multiplied by, negative for those without keys, and the LSE of rows
+  // that are whole. Needs nothing of the output.
+  __forceinline__ void find_totals(const FwdTile& tile, bool whole) {
 #pragma unroll
     for (int32 half = 0; half < 2; ++half) {
       const FwdRow row = row_of(tile, half);
       const float seen = quad_sum(sum[half]);  // of every lane: no branch around it
       const RowTotal all = total_of<C>(params, row.head, reference[half], seen);
       const bool used = row.query < tile.length_q;
-      alive[half] = used && !(seen == 0.0f);
-      factor[half] = all.share * reciprocal_approximate(all.total);
-      if constexpr (C.has_dropout) factor[half] *= params.keep_scale;
+      float by = all.share * reciprocal_approximate(all.total);
+      if constexpr (C.has_dropout) by *= params.keep_scale;
+      share[half] = used && !(seen == 0.0f) ? by : -1.0f;
       if (whole && params.lse != nullptr && lane_index() % 4 == 0 && row.query < tile.capacity_q) {
         const bool some = used && !(all.total == 0.0f);
         const float none = C.split && !used ? infinity : -infinity;
@@ -649,11 +680,26 @@ struct Compute {
             some ? (all.top + log2_approximate(all.total)) * core::ln_2 : none;
       }
     }
+  }
+
+  // Divides by the sum. Gives the rows of this warp, a bit for each of its 16, whose result is not
+  // finite although some of the values it met were not the row's to see.
+  __forceinline__ uint32 finish(const FwdTile& tile) {
+    // Not multiplied by zero, which would leave what is not finite.
+    if (__any_sync(0xffffffffu, share[0] < 0.0f || share[1] < 0.0f)) {
+#pragma unroll
+      for (int32 half = 0; half < 2; ++half) {
+        if (!(share[half] < 0.0f)) continue;
+#pragma unroll
+        for (int32 i = 2 * half; i < output_count; i += 4) output[i] = output[i + 1] = 0.0f;
+        share[half] = 0.0f;
+      }
+    }
     float zero[2] = {0.0f, 0.0f};  // or NaN
 #pragma unroll
     for (int32 i = 0; i < output_count; ++i) {
       const int32 half = (i / 2) % 2;
-      output[i] = alive[half] ? output[i] * factor[half] : 0.0f;
+      output[i] *= share[half];
       if constexpr (core::rows_differ(C)) zero[half] = fmaf(output[i], 0.0f, zero[half]);
     }
     uint32 broken = 0;
@@ -688,25 +734,33 @@ struct Compute {
     return offset;
   }
 
+  // Until the tile before has left the memory that out is staged in.
+  __forceinline__ void wait_for_staging() {
+    if constexpr (C.tma_out && C.out_apart) {
+      if (lane_index() == 0) bulk_wait_read<0>();
+      __syncwarp();
+    }
+  }
+
   // Through shared memory, this warp's 16 rows in one piece.
   __forceinline__ void store_tile(const FwdTile& tile, bool whole) {
     const SharedAddress staging = C.out_apart ? shared_address(plan.out) : query_tile();
-    const int32 lane = lane_index();
-    if constexpr (C.out_apart) {
-      // The tile before has left.
-      if (lane == 0) bulk_wait_read<0>();
-      __syncwarp();
-    }
+    if constexpr (!finds_totals_early) wait_for_staging();
+    // In one register for all lanes, or every store becomes a loop over the lanes' values.
     const int32 first = 64 * warpgroup + 16 * warp();
-    stage_rows<C, Plan::rows>(staging, output, first);
+    stage_rows<C, Plan::rows>(staging, output, warp_row());
+    int32 row = tile.row_q + tile.q_begin + first;
+    int32 head = tile.head;
+    int32 batch = tile.batch_q;
+    // No instruction: read before the fence, which takes long, and not behind it.
+    asm volatile("" : "+r"(row), "+r"(head), "+r"(batch)::"memory");
     fence_proxy_async_shared();
     __syncwarp();
-    if (whole && lane == 0) {
+    if (whole && lane_index() == 0) {
 #pragma unroll
       for (int32 panel = 0; panel < Plan::panels_v; ++panel) {
         tma_store(&params.out_map, staging + (panel * Plan::rows + first) * Plan::row_bytes,
-                  {panel * core::panel_columns, tile.row_q + tile.q_begin + first, tile.head,
-                   tile.batch_q});
+                  {panel * core::panel_columns, row, head, batch});
       }
       bulk_commit();
       // q may be overwritten only when out has been read.
@@ -758,7 +812,8 @@ struct Compute {
   __forceinline__ void store(const FwdTile& tile) {
     mark(TracePhase::store);
     const bool whole = is_whole(tile);
-    const uint32 broken = finish(tile, whole);
+    if constexpr (!finds_totals_early) find_totals(tile, whole);
+    const uint32 broken = finish(tile);
     // Tiles of a packed tensor end where the next sequence begins.
     const int32 last = tile.q_begin + 64 * warpgroup + 16 * warp() + 16;
     if (C.tma_out && broken == 0 && (!C.ragged || last <= tile.capacity_q)) {
@@ -780,7 +835,8 @@ struct Compute {
     clear_output();
     reference[0] = reference[1] = -infinity;
     sum[0] = sum[1] = 0.0f;
-    finish(tile, true);
+    find_totals(tile, true);
+    finish(tile);
     store_rows(tile, true);
   }
 
@@ -829,8 +885,12 @@ struct Compute {
       plan.tile_ring.wait_full(tile_state);
       // Read where it lies: few of its fields are worth a register in the loops.
       const FwdTile& tile = plan.tiles[tile_state.stage];
-      if (tile.last != 0) break;
-      if (tile.count() == 0) {
+      // Both at once, before a branch asks for the first; no instruction.
+      int32 last = tile.last;
+      int32 empty = tile.count() == 0;
+      asm volatile("" : "+r"(last), "+r"(empty)::"memory");
+      if (last != 0) break;
+      if (empty != 0) {
         store_empty(tile);
       } else {
         run_tile(tile);
