@@ -764,7 +764,12 @@ TEST(Fp8Guard, TakesTilesAgainWhenSumsOverflow) {
 // Sums of weights near fp32's end, which v's scale of some 2^-7 takes out again.
 TEST(Fp8Guard, KeepsSumsInRange) {
   for (const float rise : {80.0f, 82.0f, 84.0f, 86.0f}) {
-    check_case({.name = "rise_80", .seqlen_q = 140, .seqlen_k = 896, .rise = rise, .tile_k = 128},
+    check_case({.name = "rise_80",
+                .seqlen_q = 140,
+                .seqlen_k = 896,
+                .rise = rise,
+                .tile_k = 128,
+                .warpgroups = 2},
                runtime::EmulationOptions::Order::lazy);
   }
 }

@@ -319,6 +319,7 @@ Graphs graphs() {
 TEST(GpuGraph, CapturesARunAndReplaysItOnNewInput) {
   if (gpu() != Device::cuda) GTEST_SKIP() << "only a GPU has graphs";
   // Instantiating works in the thread's current context; fovea makes its own current only in calls.
+  runtime::shared_device(gpu());  // or the driver is not initialised yet
   const Graphs g = graphs();
   void* context = nullptr;
   ASSERT_EQ(g.retain(&context, 0), 0);
