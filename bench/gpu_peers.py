@@ -542,15 +542,16 @@ def measure(library: Library, case: Case, arguments) -> Row:
     lab = Lab(arguments.lab) if arguments.lab and case.lab_floor else None
     times, idle_times = ({engine.name: [] for engine in engines} for _ in range(2))
     lab_rates = []
+    rounds = max(1, arguments.rounds // BLOCKS)
     for _ in range(BLOCKS):
         if case.warm:
             measure_warm(engines, times)
         else:
-            rounds = max(1, arguments.rounds // BLOCKS)
             measure_cool(engines, rounds, False, times)
-            measure_cool(engines, rounds, True, idle_times)
         if lab:
             lab_rates.append(lab.tflops(case))
+    if not case.warm:  # last, or the card would be warmer for the others
+        measure_cool(engines, BLOCKS * rounds, True, idle_times)
 
     def rates_of(measured: dict) -> dict:
         return {n: inputs.flops / statistics.median(t) * 1e-9 for n, t in measured.items() if t}
