@@ -132,8 +132,7 @@ class QuantizedPages:
         A last block may be short; behind its keys v is zero. To let it grow, write it again from
         its beginning: append() does.
         """
-        self._check_rows(k, "k", self.head_dim, cu_seqlens_k)
-        self._check_rows(v, "v", self.head_dim_v, cu_seqlens_k)
+        k, v = self._keys_and_values(k, v, cu_seqlens_k)
         library = self._library
         table = host_int32(_given(block_table, "block_table"), self.k, "block_table")
         cu, used, first = (
@@ -187,8 +186,7 @@ class QuantizedPages:
 
         On a device nothing waits, and a graph can capture it.
         """
-        self._check_rows(k, "k", self.head_dim, None)
-        self._check_rows(v, "v", self.head_dim_v, None)
+        k, v = self._keys_and_values(k, v, None)
         for name, tensor in (("k", k), ("v", v)):
             if tensor.dtype != self._open_k.dtype:
                 raise ValueError(
@@ -198,7 +196,7 @@ class QuantizedPages:
         np = _namespace(self._open_k)
         batch, rows = k.shape[:2]
         lengths, added, slots = self._places(cache_seqlens, seqused_k, slots, batch, rows)
-        self._check_places(lengths, added, slots, block_table)
+        self._check_places(lengths, added, slots, block_table, rows)
         inside = lengths % BLOCK
         first = lengths - inside
         sequence, row = self._column(batch), self._column(BLOCK + rows).reshape(1, -1)
@@ -245,7 +243,7 @@ class QuantizedPages:
             stands at first_position + cache_seqlens - 1, beside its last key
         cache_seqlens: (batch) int32: keys of each sequence, which rotary_cos needs
         """
-        self._check_rows(q, "q", self.head_dim, cu_seqlens_q, heads=False)
+        q = self._checked(q, "q", self.head_dim, cu_seqlens_q, heads=False)
         library = self._library
         if rotary_cos is not None and cache_seqlens is None:
             raise ValueError("cache_seqlens is None; rotary_cos needs to know where queries stand")
@@ -297,9 +295,22 @@ class QuantizedPages:
                     f"it must be {shape} in {dtype}"
                 )
 
-    def _check_rows(
+    def _keys_and_values(self, k: Array, v: Array, cu_seqlens: Array) -> tuple[Array, Array]:
+        """Both as _checked(), and of the same sequences."""
+        k = self._checked(k, "k", self.head_dim, cu_seqlens)
+        v = self._checked(v, "v", self.head_dim_v, cu_seqlens)
+        if k.shape[:-1] != v.shape[:-1]:
+            raise ValueError(
+                f"v has shape {tuple(v.shape)}; beside k of {tuple(k.shape)} it must be "
+                f"{(*k.shape[:-1], self.head_dim_v)}"
+            )
+        return k, v
+
+    def _checked(
         self, x: Array, name: str, head_dim: int, cu_seqlens: Array, heads: bool = True
-    ) -> None:
+    ) -> Array:
+        """Rows that fit the pages, without the graph of torch's gradients: codes have none, and
+        what append() keeps would keep the graph as well."""
         library = not_quantized(x, name)
         if library is not self._library:
             raise TypeError(
@@ -319,6 +330,7 @@ class QuantizedPages:
                 f"{name} has shape {tuple(x.shape)}; beside these pages it must be ({first}, "
                 f"{right}, {head_dim})"
             )
+        return x.detach() if _libraries.is_torch(x) else x
 
     def _column(self, count: int) -> Array:
         """(count, 1): 0, 1, ... to index with."""
@@ -344,7 +356,7 @@ class QuantizedPages:
         return made[0], made[1], _index(made[2])
 
     def _check_places(
-        self, lengths: Array, added: Array, slots: Array, block_table: Array
+        self, lengths: Array, added: Array, slots: Array, block_table: Array, rows: int
     ) -> None:
         count = self._open_k.shape[0]
         if len(slots) > count:
@@ -362,6 +374,11 @@ class QuantizedPages:
             if length < 0:
                 raise ValueError(
                     f"cache_seqlens is {length} at entry {entry}; it must not be negative"
+                )
+            if not 0 <= more <= rows:
+                raise ValueError(
+                    f"seqused_k is {more} at entry {entry}; it must lie in 0..{rows}, the keys of "
+                    "a sequence of k"
                 )
             room = block_table.shape[1] * self.page_size if hasattr(block_table, "shape") else None
             if room is not None and length + more > room:

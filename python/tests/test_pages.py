@@ -196,6 +196,28 @@ def test_append_of_different_lengths(kind, rng):
         assert np.sqrt(np.mean((kind.back(out)[one] - exact[0]) ** 2)) < 0.1
 
 
+@pytest.mark.torch
+@pytest.mark.filterwarnings("error")
+def test_gradients_stay_outside(rng):
+    """What append() keeps holds no graph, and codes of tensors with one are those without."""
+    import torch
+
+    kind = Torch()
+    q, k, v = tensors(rng, rows=3)
+    outs = []
+    for wanted in (False, True):
+        pages, table = pool_of(kind, k, slots=2)
+        new = [kind.make(x).requires_grad_(wanted) * 1 for x in (k, v)]
+        lengths = pages.append(*(x[:, :37] for x in new), table, [0, 0])
+        lengths = pages.append(*(x[:, 37:] for x in new), table, lengths)
+        assert not pages._open_k.requires_grad and not pages._open_v.requires_grad
+        queries = pages.queries(kind.make(q).requires_grad_(wanted))
+        outs.append(attend(pages, queries, table, lengths))
+        pages.write(*new, table)
+        outs.append(attend(pages, queries, table, lengths))
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
 def test_memory_of_the_caller(kind, rng):
     q, k, v = tensors(rng, rows=3, dim=40)
     shapes = fovea.QuantizedPages.shapes(20, 32, 2, 40)
@@ -296,8 +318,15 @@ def test_faults_are_named(kind, rng):
             **{**fp8._asdict(), "key_scale": fp8.key_scale[0]})
     refuses(ValueError, "values is 'columns'", fovea.quantize_fp8, q, k, v, values="columns")
     refuses(TypeError, "values is None", fovea.quantize_fp8, q, k, v, values=None)
+    short = r"v has shape \(2, 40, 2, 32\); beside k of .* it must be \(2, 90, 2, 32\)"
+    for function in (pages.write, made(slots=2).append):
+        refuses(ValueError, short, function, k, v[:, :40], table, [0, 0])
+    refuses(ValueError, "v has shape", pages.write, k[:, :0], v, table)
     if isinstance(kind, Cuda):
         return  # where the values are the caller's word
+    for used, entry in (([20, 3], 0), ([3, 4], 1), ([-3, 3], 0)):
+        refuses(ValueError, rf"seqused_k is {used[entry]} at entry {entry}; it must lie in 0\.\.3",
+                made(slots=2).append, k[:, :3], v[:, :3], table, [0, 0], seqused_k=used)
     refuses(ValueError, "first_keys is 33 at entry 1; it must be a multiple of 32", pages.write, k,
             v, table, [0, 33])
     refuses(ValueError, "block_table is 20 at row 0, column 0, but the pool has 20", pages.write, k,
