@@ -514,6 +514,7 @@ class Row:
     rates: dict
     idle_rates: dict  # of launches into an idle stream; none of warm cases
     times: dict
+    idle_times: dict
     difference: float
     notes: list
 
@@ -559,7 +560,7 @@ def measure(library: Library, case: Case, arguments) -> Row:
     rates = rates_of(times)
     if lab:
         rates[Lab.name] = statistics.median(lab_rates)
-    return Row(rates, rates_of(idle_times), times, difference, missing)
+    return Row(rates, rates_of(idle_times), times, idle_times, difference, missing)
 
 
 def print_decode(library: Library, cases, rounds: int) -> dict:
@@ -636,7 +637,7 @@ def main() -> int:
     everything, below, below_idle = {}, [], []
     for case in (case for case in cases if case.name in wanted):
         row = measure(library, case, arguments)
-        everything[case.name] = row.times
+        everything[case.name] = {"device": row.times, "idle": row.idle_times}
         ratios = {
             "ratio": ratio(row.rates, peers),
             "idle": ratio(row.idle_rates, peers) if row.idle_rates else float("nan"),

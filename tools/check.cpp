@@ -81,6 +81,11 @@ class CheckCommand : public Command {
   int execute() override {
     JsonOutput json(options_.json);
     options_.dtype = options_.dtype.value_or(DType::f32);
+    if (backward_ && options_.run.eight_bits) {
+      throw Error(
+          "--backward checks gradients of q, k and v as given; leave out --quantize, --rotary and "
+          "--quantized-pages");
+    }
     Workload workload = make_workload(shape_, options_, true, packing_, seed_);
     const Problem& problem = workload.problem;
     if (backward_) add_gradients(workload, seed_);

@@ -1,5 +1,6 @@
 // The backward kernel for Hopper but for its arithmetic: what a CTA works on, its shared memory and
-// barriers, and the two threads that copy: one brings tiles, one adds dq to global memory.
+// barriers, and the threads that copy: one brings tiles, one adds dq to global memory, and in
+// deterministic order one waits for turns and one passes them on.
 #pragma once
 
 #include "core/config_backward.h"
@@ -130,10 +131,10 @@ struct BwdPlan {
   Ring<dout_stages> dout_ring;  // with delta. free: each computing warp
   Ring<1> dq_ring[2];           // full: the threads of a warpgroup; free: the adding thread
   Ring<2> scores_ring;          // dq_apart. full: each computing warp; free: each warp of dq
-  Ring<2> turn_ring;            // full: the thread that waits for turns; free: that which adds
-  Ring<2> added_ring;           // full: the thread that adds; free: that which passes turns on
+  Ring<2> turn_ring;            // in turns. full: the thread that waits; free: that which adds
+  Ring<2> added_ring;           // in turns. full: the thread that adds; free: that which passes on
   Ring<1> keys_ring;            // k and v. free: each computing warp
-  Ring<2> work_ring;            // free: each computing warp, and each thread of a role for dq
+  Ring<2> work_ring;            // free: each computing warp, and whoever has to do with dq
   int32 index;                  // of the next block of keys, of the loading thread alone
   BwdVisit added;               // dq_apart, of the passing thread: the step whose turn it has
   uint32 turn;                  // dq_apart, of the waiting thread: that of the next step
@@ -317,6 +318,12 @@ struct BwdTurns {
   __forceinline__ void pass(const BwdVisit& at) const { add_release(counter(at), 1u); }
 };
 
+// The additions themselves must be complete, not only their source read, before the next may add.
+__forceinline__ void bwd_wait_added() {
+  bulk_wait<0>();
+  fence_proxy_async_global();
+}
+
 // ---- Roles: wait for turns, add dq, pass turns on: one thread each ------------------------------
 //
 // A look at a counter takes the way to the L2 and back, and so do additions until they are complete
@@ -412,11 +419,9 @@ struct BwdAdd {
     fence_proxy_async_global();
   }
 
-  // The additions themselves must be complete, not only their source read, before the next may add.
   __forceinline__ void hand_turn_over() {
     plan.added_ring.wait_free(turn_state);
-    bulk_wait<0>();
-    fence_proxy_async_global();
+    bwd_wait_added();
     mbarrier_arrive(plan.added_ring.full[turn_state.stage]);
     turn_state.advance();
   }

@@ -457,12 +457,6 @@ struct BwdDq {
     bulk_commit();
   }
 
-  // The additions themselves must be complete, not only their source read, before the next may add.
-  __forceinline__ void wait_added() {
-    bulk_wait<0>();
-    fence_proxy_async_global();
-  }
-
   // What takes the way to the L2 and back, each warp does one of: one has waited until the units
   // of the step before this one are complete, one passes their turn on, one waits for the next.
   __forceinline__ void take_turn(const BwdVisit& at) {
@@ -477,7 +471,7 @@ struct BwdDq {
 
   // Behind the last step of a block of keys.
   __forceinline__ void pass_last_turn() {
-    if (role == adds) wait_added();
+    if (role == adds) bwd_wait_added();
     named_barrier_sync<Plan::dq_barrier, 128>();
     if (role == passes) {
       BwdTurns<C>{params, work()}.pass(plan.added);
@@ -493,7 +487,7 @@ struct BwdDq {
     issue(dq, 0);
     if (role == adds) {
       if constexpr (C.deterministic) {
-        wait_added();
+        bwd_wait_added();
       } else {
         bulk_wait_read<0>();
       }

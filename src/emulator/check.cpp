@@ -134,12 +134,26 @@ Releases Clock::releases_of(u32 cluster) const {
   return found == clusters_->end() ? Releases{} : found->second;
 }
 
+namespace {
+
+// Whether all of `some` is in `all`.
+bool holds(const OtherClusters& all, const OtherClusters& some) {
+  return std::all_of(some.begin(), some.end(), [&](const auto& entry) {
+    const auto found = all.find(entry.first);
+    return found != all.end() && found->second.seen >= entry.second.seen &&
+           found->second.proxied >= entry.second.proxied;
+  });
+}
+
+}  // namespace
+
 void Clock::join_clusters(const Clock& other) {
   if (other.clusters_ == nullptr || other.clusters_ == clusters_) return;
-  if (clusters_ == nullptr) {
+  if (clusters_ == nullptr || holds(*other.clusters_, *clusters_)) {
     clusters_ = other.clusters_;
     return;
   }
+  if (holds(*clusters_, *other.clusters_)) return;
   auto joined = std::make_shared<OtherClusters>(*clusters_);
   for (const auto& [cluster, releases] : *other.clusters_) {
     Releases& mine = (*joined)[cluster];

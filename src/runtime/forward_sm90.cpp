@@ -126,7 +126,7 @@ FwdConfig choose_forward_sm90(const Problem& p, core::SoftmaxPolicy softmax, int
   c.split = forward_splits(p, c, sm_count) > 1;
   if (c.split) c.has_sink = false;  // added once, when the parts are merged
   if (c.packed || c.split) c.tma_out = false;
-  c.reads_once = has_few_rows(p) && c.warpgroups == 1 && (c.packed || p.group_size() == 1);
+  c.reads_once = c.warpgroups == 1 && (c.packed || p.group_size() == 1);
   c.out_direct = c.persistent && c.tma_out && !c.out_apart && p.head_dim_v % 32 == 0;
   c.tail = core::may_have_tail(c);
   c.tail = forward_tail(p, c, sm_count).tiles > 0;
@@ -174,7 +174,7 @@ std::string forward_expression(const FwdConfig& c) {
   text.flag("overlap", c.overlap);
   text.flag("short_first", core::begins_short(c));
   text.flag("looks_ahead", c.looks_ahead && core::may_look_ahead(c));
-  if (c.reads_once) text.flag("reads_once", c.reads_once);
+  if (c.reads_once && core::size_bytes(c.dtype) == 2) text.flag("reads_once", true);
   text.flag("q_in_registers", c.q_in_registers);
   text.number("promote", c.promote);
   if (c.page_keys > 0) text.number("page_keys", c.page_keys);

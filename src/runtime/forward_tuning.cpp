@@ -108,6 +108,7 @@ void set_field(Config& config, std::string_view name, std::string_view value) {
 constexpr int32 other_registers(const FwdConfig& c) { return c.warpgroups == 3 ? 32 : 24; }
 
 std::string objection_in_eight_bits(const FwdConfig& c) {
+  if (c.warpgroups < 2) return "it has 2 or 3 warpgroups in 8 bits";
   if (c.tile_k % core::scale_block != 0) return "tile_k is a multiple of 32 in 8 bits";
   if (c.out_direct) return "out is staged in 8 bits";
   if (!c.out_apart && c.promote > 0) return "out is staged where the sums were, so out_apart is 1";

@@ -20,9 +20,7 @@ constexpr Explained harmless[] = {
     {"commit: wgmma", "issue_gradient(dv, weights, this->dout_tile());",
      "the next commit takes it along; dout is given back before q, which the loader waits for "
      "first"},
-    {"fence: proxy", "hand_turn_over();",
-     "the wait shows the sums to this thread, and who takes the turn fences"},
-    {"fence: proxy", "wait_added();",
+    {"fence: proxy", "bwd_wait_added();",
      "the wait shows the sums to this thread, and who takes the turn fences"},
     {"wait: mbarrier", "hand_turn_over();",
      "no order keeps the passing thread waiting for two steps of the others"},
