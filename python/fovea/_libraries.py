@@ -59,7 +59,7 @@ def _is_jax(tensor: Array) -> bool:
     return _root(tensor) in ("jax", "jaxlib")
 
 
-class _Numpy:
+class Numpy:
     """numpy, and what is computed on the CPU for a library whose arrays cannot be written to."""
 
     @staticmethod
@@ -96,7 +96,7 @@ class _Numpy:
         """Until the device has done what was queued."""
 
 
-class _Jax(_Numpy):
+class _Jax(Numpy):
     @staticmethod
     def finish(array: Array, like: Array) -> Array:
         import jax
@@ -171,7 +171,7 @@ def library_of(tensor: Array, argument: str) -> Library:
     elif _root(tensor) == "cupy":
         library = _Cupy
     elif hasattr(tensor, "__array_interface__"):
-        library = _Numpy
+        library = Numpy
     else:
         raise TypeError(
             f"{argument} is a {kind.__name__}; it must be a tensor of torch, numpy, jax or cupy"

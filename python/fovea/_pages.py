@@ -16,7 +16,7 @@ from fovea._fp8 import (
     value_name,
     workspace_of,
 )
-from fovea._libraries import Array, host_int32, library_of, same_int32
+from fovea._libraries import Array, Library, host_int32, library_of, same_int32
 from fovea._options import integer, real
 
 BLOCK = 32  # keys that share scales
@@ -58,7 +58,8 @@ class QuantizedPages:
         storage: tuple[Array, Array, Array] | None = None,
     ) -> None:
         """pages, page_size: of the pool; page_size is a multiple of 32
-        like: a tensor of the library, device and dtype that keys and values come in
+        like: a tensor of the library (torch or numpy), device and dtype that keys and values come
+            in
         dtype, rotate, seed: as quantize_fp8 has them, of the pool and of its queries
         slots: how many sequences append() may let grow at a time; each keeps up to 31 keys and
             values in the dtype of `like`
@@ -77,7 +78,7 @@ class QuantizedPages:
         self.head_dim_v = self.head_dim
         if head_dim_v is not None:
             self.head_dim_v = integer(head_dim_v, "head_dim_v", 1, 256)
-        self._library = not_quantized(like, "like")
+        self._library = _writable_library(like)
         self._name = code_name(dtype)
         self._how = (rotate, seed)
         settings(self._name, "block", rotate, seed, None, None, False, 0)  # checks them
@@ -86,7 +87,7 @@ class QuantizedPages:
             made = operands(self._library, like, [None, None, *shapes, None, None], self._name)
             storage = made[2], made[3], made[4]
         else:
-            self._check_storage(storage, shapes)
+            self._check_storage(storage, shapes, like)
         self.k, self.v, self.key_scale = storage
         slots = integer(slots, "slots", 0)
         open_shape = slots, BLOCK, self.heads_kv
@@ -280,7 +281,7 @@ class QuantizedPages:
         return Queries(library.finish(codes, q), library.finish(made[1], q), softmax_scale)
 
     def _check_storage(
-        self, storage: tuple[Array, ...], shapes: tuple[tuple[int, ...], ...]
+        self, storage: tuple[Array, ...], shapes: tuple[tuple[int, ...], ...], like: Array
     ) -> None:
         if len(storage) != 3:
             raise ValueError(f"storage holds {len(storage)} tensors; it must hold k, v, key_scale")
@@ -288,12 +289,21 @@ class QuantizedPages:
         for which, tensor, shape, dtype in zip(
             ("k", "v", "key_scale"), storage, shapes, names, strict=True
         ):
-            library_of(_libraries.writable(tensor, f"storage's {which}"), f"storage's {which}")
-            if tuple(tensor.shape) != shape or not str(tensor.dtype).endswith(dtype):
-                raise ValueError(
-                    f"storage's {which} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; "
-                    f"it must be {shape} in {dtype}"
+            which = f"storage's {which}"
+            if library_of(tensor, which) is not self._library:
+                raise TypeError(
+                    f"{which} is a {type(tensor).__name__} but `like` is a {type(like).__name__}"
                 )
+            if self._library.device(tensor) != self._library.device(like):
+                raise ValueError(f"{which} is not on the device of `like`; it must be")
+            name = str(tensor.dtype).removeprefix("torch.")
+            if tuple(tensor.shape) != shape or name != dtype:
+                raise ValueError(
+                    f"{which} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; it must be "
+                    f"{shape} in {dtype}"
+                )
+            if not _is_contiguous(tensor):
+                raise ValueError(f"{which} is not contiguous; it must be")
 
     def _keys_and_values(self, k: Array, v: Array, cu_seqlens: Array) -> tuple[Array, Array]:
         """Both as _checked(), and of the same sequences."""
@@ -388,6 +398,24 @@ class QuantizedPages:
                 )
 
 
+def _writable_library(like: Array) -> Library:
+    """Of pages that are written to and hold float8: jax's arrays are constants, and cupy has no
+    such dtype."""
+    library = not_quantized(like, "like")
+    if not _libraries.is_torch(like) and library is not _libraries.Numpy:
+        raise TypeError(
+            f"like is a {type(like).__name__} of {type(like).__module__.split('.')[0]}; quantised "
+            "pages are tensors of torch or arrays of numpy"
+        )
+    return library
+
+
+def _is_contiguous(tensor: Array) -> bool:
+    if _libraries.is_torch(tensor):
+        return tensor.is_contiguous()
+    return tensor.flags.c_contiguous
+
+
 def _given(argument: Any, name: str) -> Any:
     if argument is None:
         raise TypeError(f"{name} is None; it says where keys go")
@@ -401,8 +429,6 @@ def _index(numbers: Array) -> Array:
 def _namespace(like: Array) -> Any:
     if _libraries.is_torch(like):
         import torch as namespace
-    elif type(like).__module__.split(".")[0] == "cupy":
-        import cupy as namespace
     else:
         import numpy as namespace
     return namespace

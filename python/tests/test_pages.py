@@ -256,6 +256,15 @@ def test_plan(kind, rng):
                    seqused_k=lengths)
 
 
+def test_libraries_without_pages():
+    """Refused at once: arrays of jax cannot be written to, and cupy has no dtypes of float8."""
+    jax = pytest.importorskip("jax")
+    ndarray = type("ndarray", (), {"__module__": "cupy", "dtype": np.dtype(np.float32)})
+    for like, said in ((jax.numpy.ones(3), "ArrayImpl of jax"), (ndarray(), "ndarray of cupy")):
+        with pytest.raises(TypeError, match=f"^like is a {said}.*; quantised pages are tensors"):
+            fovea.QuantizedPages(4, 32, 2, 32, like=like)
+
+
 def test_faults_are_named(kind, rng):
     q, k, v = (kind.make(x) for x in tensors(rng, rows=1))
     pages, table = pool_of(kind, tensors(rng)[1], slots=1)
@@ -281,6 +290,26 @@ def test_faults_are_named(kind, rng):
     refuses(ValueError, "storage holds 2 tensors", made, storage=(k, v))
     refuses(ValueError, "storage's v has shape .* it must be", made,
             storage=(pages.k[:4], pages.v, pages.key_scale[:16]))
+    own = made()
+    storage = {"k": own.k, "v": own.v, "key_scale": own.key_scale}
+
+    def refuses_storage(exception, fault, **others):
+        which = next(iter(others))
+        refuses(exception, f"storage's {which} {fault}", made,
+                storage=tuple({**storage, **others}.values()))
+
+    refuses_storage(ValueError, "has shape .* and dtype .*uint8; it must be .* in float8_e4m3fn",
+                    k=bytes_of(kind, own.k))
+    refuses(ValueError, "storage's k has shape .* and dtype .*uint8; it must be .* in int8", made,
+            dtype="int8", storage=(bytes_of(kind, own.k), own.v, own.key_scale))
+    swapped = own.v.reshape(4, 32, 2, 32).swapaxes(1, 2).swapaxes(2, 3)
+    refuses_storage(ValueError, "is not contiguous; it must be", v=swapped)
+    refuses_storage(TypeError, r"is a list; it must be a tensor", key_scale=[1.0])
+    if isinstance(kind, Torch):
+        refuses_storage(TypeError, "is a ndarray but `like` is a Tensor",
+                        key_scale=kind.back(own.key_scale))
+    if isinstance(kind, Cuda):
+        refuses_storage(ValueError, "is not on the device of `like`; it must be", k=own.k.cpu())
 
     heads = kind.make(np.ones((2, 9, 3, 32), np.float32))
     refuses(ValueError, r"k has shape \(2, 9, 3, 32\); beside these pages it must be \(batch, "
