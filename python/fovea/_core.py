@@ -42,6 +42,14 @@ def with_names(error: Exception, names: dict[str, str]) -> Exception:
     return type(error)(" ".join(words))
 
 
+def value_width(v: Array, key_scale: Array) -> int:
+    """The head dimension of v, which is its last extent, or beside key_scale the last but one."""
+    place = 1 if key_scale is None else 2
+    if len(v.shape) < place:
+        raise ValueError(f"v has shape {tuple(v.shape)}; it must have 3 or 4 dimensions")
+    return v.shape[-place]
+
+
 descale_names = {"q_scale": "q_descale", "k_scale": "k_descale", "v_scale": "v_descale"}
 no_scales: tuple[Array, ...] = (None, None, None, None)
 
@@ -64,7 +72,7 @@ def native_attend(
     scales: q_descale, k_descale, v_descale, key_scale
     """
     shape = q.shape
-    width = v.shape[-1 if scales[3] is None else -2]
+    width = value_width(v, scales[3])
     if len(shape) == 4:
         batch, rows, heads = shape[0], shape[1], shape[2]
         if heads_first:

@@ -135,12 +135,12 @@ class QuantizedPages:
         """
         k, v = self._keys_and_values(k, v, cu_seqlens_k)
         library = self._library
-        table = host_int32(_given(block_table, "block_table"), self.k, "block_table")
-        cu, used, first = (
-            None if lengths is None else host_int32(lengths, self.k, name)
-            for lengths, name in (
-                (cu_seqlens_k, "cu_seqlens_k"), (seqused_k, "seqused_k"), (first_keys, "first_keys")
-            )
+        cu = self._cumulative(cu_seqlens_k, "cu_seqlens_k")
+        batch = k.shape[0] if cu is None else len(cu) - 1
+        table = self._table(block_table, batch)
+        used, first = (
+            None if numbers is None else self._one_each(numbers, name, batch)
+            for numbers, name in ((seqused_k, "seqused_k"), (first_keys, "first_keys"))
         )
         how = settings(
             self._name, "block", *self._how, rotary_cos, rotary_sin, rotary_interleaved,
@@ -148,7 +148,6 @@ class QuantizedPages:
         )
         if 0 in k.shape:
             return
-        batch = k.shape[0] if cu is None else len(cu) - 1
         # A call has queries; these are not quantised.
         q = library.empty(k, (batch, 1, self.heads_kv, self.head_dim))
         try:
@@ -196,8 +195,10 @@ class QuantizedPages:
                 )
         np = _namespace(self._open_k)
         batch, rows = k.shape[:2]
+        table = self._table(block_table, batch)
         lengths, added, slots = self._places(cache_seqlens, seqused_k, slots, batch, rows)
-        self._check_places(lengths, added, slots, block_table, rows)
+        positions = _positions(rotary_cos, first_position)
+        self._check_places(lengths, added, slots, rows, table.shape[1] * self.page_size, positions)
         inside = lengths % BLOCK
         first = lengths - inside
         sequence, row = self._column(batch), self._column(BLOCK + rows).reshape(1, -1)
@@ -212,11 +213,9 @@ class QuantizedPages:
             step[sequence, new] = np.asarray(source)
             steps.append(step)
         # Tables may end where the keys do.
-        bound = BLOCK + rows
-        if rotary_cos is not None and library_of(rotary_cos, "rotary_cos"):
-            bound = max(min(bound, rotary_cos.shape[0] - first_position), 1)
+        bound = BLOCK + rows if positions is None else max(min(BLOCK + rows, positions), 1)
         self.write(
-            *(step[:, :bound] for step in steps), block_table, first, seqused_k=inside + added,
+            *(step[:, :bound] for step in steps), table, first, seqused_k=inside + added,
             rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
             first_position=first_position,
         )
@@ -251,22 +250,18 @@ class QuantizedPages:
         softmax_scale = (
             self.head_dim**-0.5 if softmax_scale is None else real(softmax_scale, "softmax_scale")
         )
-        cu, used = (
-            None if lengths is None else host_int32(lengths, q, name)
-            for lengths, name in (
-                (cu_seqlens_q, "cu_seqlens_q"), (cache_seqlens, "cache_seqlens")
-            )
+        cu = self._cumulative(cu_seqlens_q, "cu_seqlens_q")
+        batch = q.shape[0] if cu is None else len(cu) - 1
+        used = (
+            None if cache_seqlens is None else self._one_each(cache_seqlens, "cache_seqlens", batch)
         )
         how = settings(
             self._name, "block", *self._how, rotary_cos, rotary_sin, rotary_interleaved,
             first_position,
         )
-        batch = q.shape[0] if cu is None else len(cu) - 1
-        positions = 1
-        if rotary_cos is not None and library_of(rotary_cos, "rotary_cos"):
-            positions = max(rotary_cos.shape[0] - first_position, 1)
         # A call has keys: as many as there are positions, of which none is read.
-        k = _repeated(library.empty(q, (batch, 1, 1, self.head_dim)), positions)
+        positions = _positions(rotary_cos, first_position)
+        k = _repeated(library.empty(q, (batch, 1, 1, self.head_dim)), max(positions or 1, 1))
         lengths = cu, None, None, None if rotary_cos is None else used
         try:
             with current(library, self.k):
@@ -346,28 +341,52 @@ class QuantizedPages:
         """(count, 1): 0, 1, ... to index with."""
         return _index(host_int32(range(count), self._open_k)).reshape(-1, 1)
 
+    def _cumulative(self, cu_seqlens: Array, name: str) -> Array:
+        if cu_seqlens is None:
+            return None
+        numbers = host_int32(cu_seqlens, self.k, name)
+        if len(numbers.shape) != 1 or not len(numbers):
+            raise ValueError(
+                f"{name} has shape {tuple(numbers.shape)}; it must be (batch + 1,), where each "
+                "sequence begins and the last one ends"
+            )
+        return numbers
+
+    def _table(self, block_table: Array, batch: int) -> Array:
+        table = host_int32(_given(block_table, "block_table"), self.k, "block_table")
+        if len(table.shape) != 2 or table.shape[0] != batch:
+            raise ValueError(
+                f"block_table has shape {tuple(table.shape)}; it must be ({batch}, pages of a "
+                "sequence)"
+            )
+        return table
+
+    def _one_each(self, numbers: Array, name: str, batch: int) -> Array:
+        numbers = host_int32(numbers, self.k, name)
+        if tuple(numbers.shape) != (batch,):
+            raise ValueError(
+                f"{name} has shape {tuple(numbers.shape)}; it must be ({batch},), one for each "
+                "sequence"
+            )
+        return numbers
+
     def _places(
         self, cache_seqlens: Array, seqused_k: Array, slots: Array, batch: int, rows: int
     ) -> tuple[Array, Array, Array]:
         """Lengths, how many keys are new, and slots, to count and to index with."""
-        given = (
-            (_given(cache_seqlens, "cache_seqlens"), "cache_seqlens"),
-            (same_int32(rows, batch, self._open_k) if seqused_k is None else seqused_k,
-             "seqused_k"),
-            (range(batch) if slots is None else slots, "slots"),
-        )
-        made = [host_int32(numbers, self._open_k, name) for numbers, name in given]
-        for (_, name), numbers in zip(given, made, strict=True):
-            if tuple(numbers.shape) != (batch,):
-                raise ValueError(
-                    f"{name} has shape {tuple(numbers.shape)}; it must be ({batch},), one for each "
-                    "sequence of k"
-                )
-        return made[0], made[1], _index(made[2])
+        lengths = self._one_each(_given(cache_seqlens, "cache_seqlens"), "cache_seqlens", batch)
+        if seqused_k is None:
+            seqused_k = same_int32(rows, batch, self._open_k)
+        added = self._one_each(seqused_k, "seqused_k", batch)
+        slots = self._one_each(range(batch) if slots is None else slots, "slots", batch)
+        return lengths, added, _index(slots)
 
     def _check_places(
-        self, lengths: Array, added: Array, slots: Array, block_table: Array, rows: int
+        self, lengths: Array, added: Array, slots: Array, rows: int, room: int,
+        positions: int | None,
     ) -> None:
+        """rows: of k; room: keys that a row of block_table has pages for; positions: of rotary
+        tables, None without them."""
         count = self._open_k.shape[0]
         if len(slots) > count:
             raise ValueError(
@@ -381,6 +400,7 @@ class QuantizedPages:
                 f"slots holds {slots}; they must differ and lie in 0..{count - 1}"
             )
         for entry, (length, more) in enumerate(zip(lengths, added, strict=True)):
+            length, more = int(length), int(more)
             if length < 0:
                 raise ValueError(
                     f"cache_seqlens is {length} at entry {entry}; it must not be negative"
@@ -390,12 +410,15 @@ class QuantizedPages:
                     f"seqused_k is {more} at entry {entry}; it must lie in 0..{rows}, the keys of "
                     "a sequence of k"
                 )
-            room = block_table.shape[1] * self.page_size if hasattr(block_table, "shape") else None
-            if room is not None and length + more > room:
-                raise ValueError(
-                    f"cache_seqlens is {length} at entry {entry}, where {more} keys are added, but "
-                    f"a row of block_table has room for {room}"
-                )
+            for most, what in (
+                (room, "a row of block_table has room for"),
+                (positions, "behind first_position rotary_cos has rows for"),
+            ):
+                if most is not None and length + more > most:
+                    raise ValueError(
+                        f"cache_seqlens is {length} at entry {entry}, where {more} keys are added, "
+                        f"but {what} {most}"
+                    )
 
 
 def _writable_library(like: Array) -> Library:
@@ -420,6 +443,19 @@ def _given(argument: Any, name: str) -> Any:
     if argument is None:
         raise TypeError(f"{name} is None; it says where keys go")
     return argument
+
+
+def _positions(rotary_cos: Array, first_position: int) -> int | None:
+    """Keys of a sequence that a rotary table has angles for."""
+    if rotary_cos is None:
+        return None
+    library_of(rotary_cos, "rotary_cos")
+    if len(rotary_cos.shape) != 2:
+        raise ValueError(
+            f"rotary_cos has shape {tuple(rotary_cos.shape)}; it must be (positions, rotary_dim / "
+            "2)"
+        )
+    return rotary_cos.shape[0] - integer(first_position, "first_position", 0, 2**31 - 1)
 
 
 def _index(numbers: Array) -> Array:

@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 from fovea import _libraries, _native
-from fovea._core import Window, descale_names, window_bounds, with_names
+from fovea._core import Window, descale_names, value_width, window_bounds, with_names
 from fovea._libraries import Array
 from fovea._options import flag, integer, real
 
@@ -160,7 +160,8 @@ def explain(q: Array, k: Array, v: Array, **arguments: Any) -> str:
     """Plan.explain() of a call on these tensors; takes the keywords of plan()."""
     if arguments.get("out") is None:
         library = _libraries.library_of(q, "q")
-        width = v.shape[-1 if arguments.get("key_scale") is None else -2]
+        _libraries.library_of(v, "v")
+        width = value_width(v, arguments.get("key_scale"))
         dtype = "bfloat16" if _libraries.is_eight_bit(q) else None
         arguments["out"] = library.empty(q, (*q.shape[:-1], width), dtype)
     return plan(q, k, v, **arguments).explain()

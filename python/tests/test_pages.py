@@ -317,9 +317,20 @@ def test_faults_are_named(kind, rng):
     refuses(ValueError, r"v has shape .* must be \(total, 2, 32\)", pages.write, k[0], v, table,
             cu_seqlens_k=[0, 90])
     refuses(TypeError, "block_table is None", pages.write, k, v, None)
-    refuses(ValueError, "block_table has 1 dimensions", pages.write, k, v, table[0])
-    refuses(ValueError, "block_table has 3 entries", pages.write, k, v, table[:1])
-    refuses(ValueError, "first_keys has 1 entries", pages.write, k, v, table, [32])
+    for function, last in ((pages.write, None), (made(slots=2).append, [0, 0])):
+        for wrong in (table[0], table[:1], table[None], [[0, 1, 2]]):
+            refuses(ValueError, r"block_table has shape .*; it must be \(2, pages of a sequence\)",
+                    function, k, v, wrong, last)
+    for wrong in ([32], [[0], [0]], [[0, 0]]):
+        refuses(ValueError, r"first_keys has shape .*; it must be \(2,\), one for each",
+                pages.write, k, v, table, wrong)
+        refuses(ValueError, r"seqused_k has shape .*; it must be \(2,\), one for each",
+                pages.write, k, v, table, seqused_k=wrong)
+    for wrong in ([], [[0, 90]]):
+        refuses(ValueError, r"cu_seqlens_k has shape .*; it must be \(batch \+ 1,\)", pages.write,
+                k[0], v[0], table, cu_seqlens_k=wrong)
+        refuses(ValueError, r"cu_seqlens_q has shape .*; it must be \(batch \+ 1,\)",
+                pages.queries, q[0], cu_seqlens_q=wrong)
     refuses(ValueError, "q has shape .* heads, 32", pages.queries, q[..., :16])
     refuses(ValueError, "q has dtype .*", pages.queries, queries.q)
     refuses(ValueError, "cache_seqlens is None; rotary_cos", pages.queries, q,
@@ -343,6 +354,12 @@ def test_faults_are_named(kind, rng):
             **{**cache, "key_scale": pages.key_scale[:-1]})
     refuses(ValueError, "v_cache has shape .* heads_kv, head_dim, rows", attend_to,
             **queries._asdict(), **{**cache, "v_cache": pages.v[0]})
+    flat = pages.v.reshape(-1)
+    refuses(ValueError, "v has shape .*; it must have 3 or 4 dimensions", fovea.flash_attn_func,
+            **{**fp8._asdict(), "v": flat})
+    refuses(ValueError, "v has shape .*; it must have 3 or 4 dimensions", fovea.explain, queries.q,
+            pages.k, flat, key_scale=pages.key_scale, block_table=table, seqused_k=lengths)
+    refuses(TypeError, "v is a list; it must be a tensor", fovea.explain, q, k, [1.0])
     refuses(ValueError, "key_scale has shape", fovea.flash_attn_func,
             **{**fp8._asdict(), "key_scale": fp8.key_scale[0]})
     refuses(ValueError, "values is 'columns'", fovea.quantize_fp8, q, k, v, values="columns")
@@ -366,8 +383,16 @@ def test_faults_are_named(kind, rng):
     refuses(ValueError, "cache_seqlens is -1 at entry 0; it must not", pages.append, *one, [-1])
     refuses(ValueError, "cache_seqlens is 7 at entry 0, where 90 keys are added, but a row of "
             "block_table has room for 96", pages.append, *one, [7])
+    refuses(ValueError, "cache_seqlens is 7 at entry 0, where 90 keys are added, but a row of "
+            "block_table has room for 96", pages.append, *one[:2], [[0, 1, 2]], [7])
     table_of_angles = kind.make(np.ones((80, 8), np.float32))
     refuses(ValueError, "rotary.cos has 80 rows but the last key", pages.write, *one,
             rotary_cos=table_of_angles, rotary_sin=table_of_angles)
+    few = k[:1, :3], v[:1, :3], table[:1]
+    refuses(ValueError, "cache_seqlens is 74 at entry 0, where 3 keys are added, but behind "
+            "first_position rotary_cos has rows for 76", pages.append, *few, [74],
+            rotary_cos=table_of_angles, rotary_sin=table_of_angles, first_position=4)
+    refuses(ValueError, r"rotary_cos has shape \(8,\); it must be \(positions", pages.append, *few,
+            [0], rotary_cos=table_of_angles[0], rotary_sin=table_of_angles)
     refuses(ValueError, "cache_seqlens .*81", pages.queries, q, cache_seqlens=[80, 81],
             rotary_cos=table_of_angles, rotary_sin=table_of_angles)
