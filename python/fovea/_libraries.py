@@ -224,7 +224,7 @@ def host_int32(numbers: Array, like: Array, argument: str = "") -> Array:
     elif dtype is not None and "int" not in str(dtype):
         raise TypeError(f"{argument} has dtype {dtype}; it must be int32 or int64")
     if is_torch(like):
-        return torch_backend.int32(numbers, like)
+        return torch_backend.int32(numbers, like, argument)
     if _root(like) == "cupy":
         import cupy
 

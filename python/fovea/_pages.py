@@ -184,7 +184,8 @@ class QuantizedPages:
         slots: (batch) int32, no two alike: which slot keeps the last, short block of each sequence
             in the dtype of k; default 0, 1, ...
 
-        On a device nothing waits, and a graph can capture it.
+        On a device nothing waits, and a graph can capture it, where the table, lengths and slots
+        are on the device already.
         """
         k, v = self._keys_and_values(k, v, None)
         for name, tensor in (("k", k), ("v", v)):

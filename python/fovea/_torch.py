@@ -308,16 +308,23 @@ def _converted(q: torch.Tensor, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(converted)
 
 
-def int32(numbers: Any, like: torch.Tensor) -> torch.Tensor:
-    """Numbers of any sequence beside `like`; those of the host are on their way to a device without
+def int32(numbers: Any, like: torch.Tensor, argument: str) -> torch.Tensor:
+    """Numbers of any sequence beside `like`; lists of the host are on their way to a device without
     anybody waiting for it."""
-    if isinstance(numbers, torch.Tensor):
-        return numbers.to(like.device, torch.int32)
     if isinstance(numbers, range):
         return torch.arange(
             numbers.start, numbers.stop, dtype=torch.int32, device=like.device
         )
-    if not like.is_cuda or torch.compiler.is_compiling():
+    to_device = like.is_cuda and not torch.compiler.is_compiling()
+    there = isinstance(numbers, torch.Tensor) and numbers.is_cuda
+    if to_device and not there and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            f"{argument} is on the host, and a graph would keep the numbers of now; while one is "
+            "captured it must be a tensor on the device"
+        )
+    if isinstance(numbers, torch.Tensor):
+        return numbers.to(like.device, torch.int32)
+    if not to_device:
         return torch.as_tensor(numbers, dtype=torch.int32, device=like.device)
     pinned = torch.as_tensor(numbers, dtype=torch.int32).pin_memory()
     return pinned.to(like.device, non_blocking=True)

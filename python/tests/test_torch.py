@@ -386,3 +386,19 @@ def test_steps_on_a_device_equal_the_cpus():
         lse = _torch_device.combine(outs, lses, out, sink)
         torch.testing.assert_close(out, expected)
         torch.testing.assert_close(lse, expected_lse)
+
+
+def test_host_numbers_stay_out_of_graphs(monkeypatch):
+    """A graph would keep them, and what it calls with later would be ignored."""
+
+    class OnDevice(torch.Tensor):
+        is_cuda = True
+
+    like = torch.zeros(1).as_subclass(OnDevice)
+    there = torch.ones(2, dtype=torch.int32).as_subclass(OnDevice)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for numbers in ([1, 2], torch.ones(2, dtype=torch.int32)):
+        with pytest.raises(ValueError, match="^cache_seqlens is on the host, and a graph"):
+            fovea._libraries.host_int32(numbers, like, "cache_seqlens")
+    for numbers in (range(2), there):
+        assert fovea._libraries.host_int32(numbers, like, "cache_seqlens").shape == (2,)
