@@ -66,23 +66,16 @@ class QuantizedPages:
         storage: k, v and key_scale in memory that is there already: contiguous, of shapes(), at
             multiples of 16 bytes
         """
-        self.page_size = integer(page_size, "page_size", 1)
-        if self.page_size % BLOCK:
-            raise ValueError(
-                f"page_size is {page_size}; it must be a multiple of {BLOCK}, since as many keys "
-                "share scales"
-            )
-        self.pages = integer(pages, "pages", 1, 2**31 - 1)
-        self.heads_kv = integer(heads_kv, "heads_kv", 1)
-        self.head_dim = integer(head_dim, "head_dim", 1, 256)
-        self.head_dim_v = self.head_dim
-        if head_dim_v is not None:
-            self.head_dim_v = integer(head_dim_v, "head_dim_v", 1, 256)
+        self.pages, self.page_size, self.heads_kv, self.head_dim, self.head_dim_v = _sizes(
+            pages, page_size, heads_kv, head_dim, head_dim_v
+        )
         self._library = _writable_library(like)
         self._name = code_name(dtype)
         self._how = (rotate, seed)
         settings(self._name, "block", rotate, seed, None, None, False, 0)  # checks them
-        shapes = self.shapes(pages, page_size, heads_kv, head_dim, head_dim_v)
+        shapes = self.shapes(
+            self.pages, self.page_size, self.heads_kv, self.head_dim, self.head_dim_v
+        )
         if storage is None:
             made = operands(self._library, like, [None, None, *shapes, None, None], self._name)
             storage = made[2], made[3], made[4]
@@ -99,9 +92,12 @@ class QuantizedPages:
         pages: int, page_size: int, heads_kv: int, head_dim: int, head_dim_v: int | None = None
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Of k and v, in elements of 8 bits, and of key_scale, in float32."""
+        pages, page_size, heads_kv, head_dim, head_dim_v = _sizes(
+            pages, page_size, heads_kv, head_dim, head_dim_v
+        )
         return (
             (pages, page_size, heads_kv, -(-head_dim // BLOCK) * BLOCK),
-            (pages, heads_kv, head_dim if head_dim_v is None else head_dim_v, page_size),
+            (pages, heads_kv, head_dim_v, page_size),
             (pages * heads_kv * page_size // BLOCK + 8, 4),
         )
 
@@ -128,8 +124,10 @@ class QuantizedPages:
             default 0
         seqused_k: (batch) int32: only the first so many keys of a sequence count
         rotary_cos, rotary_sin, rotary_interleaved: turn k first, as quantize_fp8 does; key j stands
-            at first_position + first_keys + j
+            at first_position + first_keys + j. On a device plans are kept by where the tables are:
+            leave them there
 
+        No two sequences of one call may write to one block of 32 keys: which would win is not said.
         A last block may be short; behind its keys v is zero. To let it grow, write it again from
         its beginning: append() does.
         """
@@ -420,6 +418,24 @@ class QuantizedPages:
                         f"cache_seqlens is {length} at entry {entry}, where {more} keys are added, "
                         f"but {what} {most}"
                     )
+
+
+def _sizes(
+    pages: int, page_size: int, heads_kv: int, head_dim: int, head_dim_v: int | None
+) -> tuple[int, int, int, int, int]:
+    """The same as integers of Python's, which do not overflow; refused where no pool has them."""
+    page_size = integer(page_size, "page_size", 1)
+    if page_size % BLOCK:
+        raise ValueError(
+            f"page_size is {page_size}; it must be a multiple of {BLOCK}, since as many keys share "
+            "scales"
+        )
+    pages = integer(pages, "pages", 1, 2**31 - 1)
+    heads_kv = integer(heads_kv, "heads_kv", 1)
+    head_dim = integer(head_dim, "head_dim", 1, 256)
+    if head_dim_v is None:
+        return pages, page_size, heads_kv, head_dim, head_dim
+    return pages, page_size, heads_kv, head_dim, integer(head_dim_v, "head_dim_v", 1, 256)
 
 
 def _writable_library(like: Array) -> Library:

@@ -230,6 +230,16 @@ def test_memory_of_the_caller(kind, rng):
     same(kind, attend(made, queries, table, 90), attend(pages, queries, table, 90))
 
 
+def test_shapes():
+    """Of numpy's integers too, whose products would overflow, and of pools that can be."""
+    sizes = np.int32(2**20), np.int32(64), np.int32(64), np.int32(100)
+    shapes = fovea.QuantizedPages.shapes(*sizes)
+    assert shapes == ((2**20, 64, 64, 128), (2**20, 64, 100, 64), (2**27 + 8, 4))
+    assert all(type(extent) is int for shape in shapes for extent in shape)
+    with pytest.raises(ValueError, match="^page_size is 48; it must be a multiple of 32"):
+        fovea.QuantizedPages.shapes(4, 48, 2, 32)
+
+
 def test_plan(kind, rng):
     q, k, v = tensors(rng, rows=1)
     pages, table = pool_of(kind, k, slots=2)
