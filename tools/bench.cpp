@@ -269,7 +269,8 @@ std::vector<RotaryTables> add_rotary(std::vector<Case>& list) {
   std::vector<RotaryTables> tables;
   tables.reserve(list.size());
   for (Case& entry : list) {
-    const RotaryTables& made = tables.emplace_back(entry.options, entry.shape.seqlen_k);
+    const RotaryTables& made =
+        tables.emplace_back(entry.options, entry.shape.seqlen_k, entry.shape.head_dim);
     entry.options.run = made.on_device(entry.options.run);
   }
   return tables;

@@ -92,7 +92,7 @@ class CheckCommand : public Command {
     // A table's row holds whole pages.
     const std::int64_t positions =
         std::max(shape_.seqlen_k, problem.block_table_columns * packing_.page_size);
-    const RotaryTables rotary(options_, positions);
+    const RotaryTables rotary(options_, positions, shape_.head_dim);
     std::optional<QuantizedPages> pages;
     if (options_.quantized_page_size > 0) {
       pages.emplace(workload, rotary.on_host(options_.run.eight_bits->quantization),

@@ -1,5 +1,7 @@
 #include "tools/rotary.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -68,16 +70,24 @@ Rows rows_of(std::span<const std::int32_t> cu_seqlens, std::int64_t dense, std::
 
 }  // namespace
 
-RotaryTables::RotaryTables(const ProblemOptions& options, std::int64_t positions)
+RotaryTables::RotaryTables(const ProblemOptions& options, std::int64_t positions,
+                           std::int64_t head_dim)
     : positions_(std::max<std::int64_t>(positions, 1)),
       pairs_(options.rotary_columns / 2),
       interleaved_(options.rotary_interleaved) {
   if (pairs_ == 0) return;
+  if (options.rotary_columns > head_dim) {
+    throw Error(fmt::format("--rotary has {} columns, which turn more than the head dimension {}",
+                            options.rotary_columns, head_dim));
+  }
+  std::vector<double> wavelengths;
+  for (std::int64_t pair = 0; pair < pairs_; ++pair) {
+    const double share = static_cast<double>(pair) / static_cast<double>(pairs_);
+    wavelengths.push_back(std::pow(double{options.rotary_base}, share));
+  }
   for (std::int64_t position = 0; position < positions_; ++position) {
-    for (std::int64_t pair = 0; pair < pairs_; ++pair) {
-      const double share = static_cast<double>(pair) / static_cast<double>(pairs_);
-      const double angle =
-          static_cast<double>(position) / std::pow(double{options.rotary_base}, share);
+    for (const double wavelength : wavelengths) {
+      const double angle = static_cast<double>(position) / wavelength;
       cos_.push_back(static_cast<float>(std::cos(angle)));
       sin_.push_back(static_cast<float>(std::sin(angle)));
     }

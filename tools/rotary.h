@@ -15,7 +15,8 @@ namespace fovea::tools {
 // options ask for none.
 class RotaryTables {
  public:
-  RotaryTables(const ProblemOptions& options, std::int64_t positions);
+  // Throws where they would turn more columns than head_dim.
+  RotaryTables(const ProblemOptions& options, std::int64_t positions, std::int64_t head_dim);
 
   // The options' own, with these tables, which must outlive it.
   [[nodiscard]] Options on_device(const Options& options) const;

@@ -261,6 +261,7 @@ TEST_F(Program, RefusesARotaryEmbeddingThatDoesNotFit) {
   const auto said = [&](const char* options) { return run(shape + options).err; };
   EXPECT_NE(said("--rotary 18").find("which turn more than the head dimension 16"),
             std::string::npos);
+  EXPECT_NE(said("--quantize block --backward").find("leave out --quantize"), std::string::npos);
   EXPECT_NE(said("--rotary 16 --dtype e4m3").find("q is in 8 bits"), std::string::npos);
   const Ended bench = run("bench --d 32 --seqs 64 --heads 2,2 --repeat 1 --rotary 32");
   EXPECT_EQ(bench.status, 0) << bench.err;
