@@ -213,6 +213,10 @@ def _indices(numbers: Any) -> Any:
     return operator.index(numbers)
 
 
+def _length(row: Any) -> int | None:
+    return len(row) if isinstance(row, list) else None
+
+
 def host_int32(numbers: Array, like: Array, argument: str = "") -> Array:
     """int32 numbers beside `like`, of any sequence of integers. TypeError names the argument."""
     dtype = getattr(numbers, "dtype", None)
@@ -221,6 +225,8 @@ def host_int32(numbers: Array, like: Array, argument: str = "") -> Array:
             numbers = _indices(numbers)
         except TypeError:
             raise TypeError(f"{argument} is {numbers!r}; it must hold integers") from None
+        if isinstance(numbers, list) and len({_length(row) for row in numbers}) > 1:
+            raise ValueError(f"{argument} is {numbers}; its rows must be of one length")
     elif dtype is not None and "int" not in str(dtype):
         raise TypeError(f"{argument} has dtype {dtype}; it must be int32 or int64")
     if is_torch(like):

@@ -277,6 +277,10 @@ class QuantizedPages:
     def _check_storage(
         self, storage: tuple[Array, ...], shapes: tuple[tuple[int, ...], ...], like: Array
     ) -> None:
+        if not isinstance(storage, (tuple, list)):
+            raise TypeError(
+                f"storage is a {type(storage).__name__}; it must hold k, v and key_scale"
+            )
         if len(storage) != 3:
             raise ValueError(f"storage holds {len(storage)} tensors; it must hold k, v, key_scale")
         names = self._name, value_name(self._name), "float32"
@@ -298,6 +302,8 @@ class QuantizedPages:
                 )
             if not _is_contiguous(tensor):
                 raise ValueError(f"{which} is not contiguous; it must be")
+            if not _libraries.is_torch(tensor) and not tensor.flags.writeable:
+                raise TypeError(f"{which} is read-only; it is written to")
 
     def _keys_and_values(self, k: Array, v: Array, cu_seqlens: Array) -> tuple[Array, Array]:
         """Both as _checked(), and of the same sequences."""
@@ -472,7 +478,8 @@ def _positions(rotary_cos: Array, first_position: int) -> int | None:
             f"rotary_cos has shape {tuple(rotary_cos.shape)}; it must be (positions, rotary_dim / "
             "2)"
         )
-    return rotary_cos.shape[0] - integer(first_position, "first_position", 0, 2**31 - 1)
+    first_position = integer(first_position, "first_position", 0, 2**31 - 1)
+    return max(rotary_cos.shape[0] - first_position, 0)
 
 
 def _index(numbers: Array) -> Array:

@@ -312,6 +312,11 @@ def test_faults_are_named(kind, rng):
                     k=bytes_of(kind, own.k))
     refuses(ValueError, "storage's k has shape .* and dtype .*uint8; it must be .* in int8", made,
             dtype="int8", storage=(bytes_of(kind, own.k), own.v, own.key_scale))
+    refuses(TypeError, "storage is a int; it must hold k, v and key_scale", made, storage=3)
+    if not isinstance(kind, Torch):
+        kept = own.k.copy()
+        kept.flags.writeable = False
+        refuses_storage(TypeError, "is read-only; it is written to", k=kept)
     swapped = own.v.reshape(4, 32, 2, 32).swapaxes(1, 2).swapaxes(2, 3)
     refuses_storage(ValueError, "is not contiguous; it must be", v=swapped)
     refuses_storage(TypeError, r"is a list; it must be a tensor", key_scale=[1.0])
@@ -331,6 +336,8 @@ def test_faults_are_named(kind, rng):
         for wrong in (table[0], table[:1], table[None], [[0, 1, 2]]):
             refuses(ValueError, r"block_table has shape .*; it must be \(2, pages of a sequence\)",
                     function, k, v, wrong, last)
+        refuses(ValueError, r"block_table is \[\[0, 1\], \[2\]\]; its rows must be of one length",
+                function, k, v, [[0, 1], [2]], last)
     for wrong in ([32], [[0], [0]], [[0, 0]]):
         refuses(ValueError, r"first_keys has shape .*; it must be \(2,\), one for each",
                 pages.write, k, v, table, wrong)
