@@ -387,10 +387,8 @@ std::vector<Fp8Result> check_case(const Fp8Case& spec, runtime::EmulationOptions
     core::Problem seen = input.problem;  // by the kernel
     if (spec.page_size > 0) {
       describe_pages(seen, input);
-      if (arch != "sm_90a") {
-        EXPECT_EQ(runtime::forward_fp8_supports(seen, arch, spec.codes).size(), 1u);
-        continue;
-      }
+      // Elsewhere a plan gathers them in front of the kernel: fp8_plan_test.cpp.
+      if (arch != "sm_90a") continue;
     }
     cpu::Fp8Statistics statistics;
     const cpu::ReferenceResult twin = cpu::forward_fp8(
