@@ -584,8 +584,8 @@ def print_decode(library: Library, cases, rounds: int) -> dict:
         columns = [f"{1000 * medians[n]:.1f}" if n in medians else "" for n in names]
         own = medians.pop(Fovea.name, float("nan"))
         peer = min(medians.values(), default=float("nan"))
-        ratio = f"{peer / own:.3f}x" if peer == peer else ""
-        print(f"| {case.name} | {' | '.join(columns)} | {case.bytes / own * 1e-9:.2f} | {ratio} |"
+        to_peer = f"{peer / own:.3f}x" if peer == peer else ""
+        print(f"| {case.name} | {' | '.join(columns)} | {case.bytes / own * 1e-9:.2f} | {to_peer} |"
               f"{' ' + '; '.join(notes) if notes else ''}", flush=True)
         torch.cuda.empty_cache()
     print("\nMicroseconds of a launch; TB/s: keys and values over fovea's time.")
@@ -596,8 +596,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--backward", action="store_true", help="gradients, not the forward pass")
-    parser.add_argument("--decode", action="store_true", help="few queries beside many keys")
+    table = parser.add_mutually_exclusive_group()
+    table.add_argument("--backward", action="store_true", help="gradients, not the forward pass")
+    table.add_argument("--decode", action="store_true", help="few queries beside many keys")
     parser.add_argument("--cases", help="names, separated by commas")
     parser.add_argument("--list", action="store_true", help="name the cases")
     parser.add_argument("--rounds", type=int, default=9, help="launches of each engine, cool")

@@ -136,11 +136,12 @@ constexpr int32 shared_bytes(const FwdConfig& c) {
 
 inline constexpr int32 shared_limit_bytes = 232448;  // of a CTA on compute capability 9.0
 
+// Whether warpgroups give registers to one another: beside one that computes, the launch gives
+// every thread as many as it can name.
+constexpr bool divides_registers(const FwdConfig& c) { return c.warpgroups > 1; }
 // Registers that setmaxnreg leaves to each thread; the pool is what the launch takes at entry.
 // Threads that find rows of their own (gather) or lanes that find pages need more than one thread
 // that drives the copy engine.
-// One computing warpgroup needs none: the launch gives every thread as many as it can name.
-constexpr bool divides_registers(const FwdConfig& c) { return c.warpgroups > 1; }
 constexpr int32 producer_registers(const FwdConfig& c) {
   if (c.source == Source::gather) return 56;
   if (c.warpgroups == 3) return 32;

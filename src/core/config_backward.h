@@ -34,8 +34,9 @@ struct BwdConfig {
   bool operator==(const BwdConfig&) const = default;
 };
 
-inline constexpr int32 backward_threads = 3 * 128;  // copying and adding warps, two warpgroups
-inline constexpr int32 row_threads = 128;           // of the kernels in bwd_rows.cuh
+inline constexpr int32 backward_threads =
+    3 * 128;                               // warps that copy, add and take turns; two warpgroups
+inline constexpr int32 row_threads = 128;  // of the kernels in bwd_rows.cuh
 
 // Each warpgroup has 64 keys and all columns of their dk and dv; or, where registers are too few
 // for that, both have the same 64 keys and some of the columns.

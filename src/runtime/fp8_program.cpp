@@ -270,14 +270,16 @@ Pages gathering_pages(Device& device, std::string why) {
 
 // "gather=0" or "gather=1" among the fields set by hand, which is taken out of them.
 std::optional<bool> take_gather(std::string& fields) {
+  const std::string separated = "," + fields + ",";
   for (const bool gathers : {false, true}) {
-    const std::string field = gathers ? "gather=1" : "gather=0";
-    for (const std::string& whole : {field + ",", "," + field, field}) {
-      const std::size_t at = fields.find(whole);
-      if (at == std::string::npos) continue;
-      fields.erase(at, whole.size());
-      return gathers;
-    }
+    const std::string_view field = gathers ? ",gather=1," : ",gather=0,";
+    const std::size_t at = separated.find(field);
+    if (at == std::string::npos) continue;
+    // One of the two commas stays, unless nothing else does.
+    std::string rest = separated;
+    rest.erase(at, field.size() - 1);
+    fields = rest.size() > 2 ? rest.substr(1, rest.size() - 2) : "";
+    return gathers;
   }
   return std::nullopt;
 }
