@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "tools/bench_gpu.h"
@@ -41,13 +42,17 @@ struct Result {
   double share_of_bandwidth = 0.0;
 };
 
-// K and V of a workload and copies of them, together larger than the caches when they have to be.
+// K and V of a problem and copies of them, together larger than the caches when they have to be.
 class KeyRing {
  public:
-  KeyRing(const Workload& workload, bool cold) {
-    const Tensor& k = workload.problem.k;
-    const Tensor& v = workload.problem.v;
+  KeyRing(const Problem& problem, bool cold) {
+    const Tensor& k = problem.k;
+    const Tensor& v = problem.v;
     bytes_ = bytes_of(k) + bytes_of(v);
+    // A pool may have pages that no sequence reads.
+    if (const std::size_t pages = problem.block_table.size(); pages > 0) {
+      bytes_ *= static_cast<double>(pages) / static_cast<double>(k.shape[0]);
+    }
     std::int64_t copies = 1;
     if (cold && bytes_ > 0.0) {
       copies =
@@ -66,6 +71,7 @@ class KeyRing {
     return result;
   }
 
+  // That a run reads.
   [[nodiscard]] double bytes() const { return bytes_; }
 
  private:
@@ -128,7 +134,7 @@ class BenchCommand : public Command {
 
   ProblemOptions options_;
   std::string grid_;
-  std::vector<std::int64_t> head_dims_, seqlens_;
+  std::vector<std::int64_t> head_dims_, seqlens_, queries_;
   std::int64_t batch_ = 1;
   std::vector<std::int64_t> heads_;
   int repeat_ = 0;
@@ -155,6 +161,8 @@ BenchCommand::BenchCommand(CLI::App* app) : Command(app) {
        [this](const std::string& t) { head_dims_ = parse_extents("--d", t); });
   text("--seqs", "S,...", "Sequence lengths",
        [this](const std::string& t) { seqlens_ = parse_extents("--seqs", t); });
+  text("--queries", "N,...", "Queries of a sequence, without --grid; by default as many as keys",
+       [this](const std::string& t) { queries_ = parse_extents("--queries", t); });
   text("--heads", "HQ[,HKV]", "Heads of q, and of k and v, without --grid; by default 8",
        [this](const std::string& t) {
          heads_ = parse_extents("--heads", t);
@@ -183,11 +191,12 @@ BenchCommand::BenchCommand(CLI::App* app) : Command(app) {
        });
   add_problem_options(*app, options_);
   add_rotary_options(*app, options_);
+  add_quantized_pages_option(*app, options_);
 }
 
 void BenchCommand::add_case(std::vector<Case>& list, const Shape& shape, DType dtype,
                             bool causal) const {
-  Case entry{shape, options_};
+  Case entry{shape, options_, std::nullopt};
   entry.options.dtype = dtype;
   entry.options.causal = causal;
   list.push_back(entry);
@@ -238,19 +247,27 @@ void BenchCommand::add_own_grid(std::vector<Case>& list, DType dtype) const {
   const std::int64_t heads_kv = heads_.empty() ? 8 : heads_.back();
   for (const std::int64_t d : dims) {
     for (const std::int64_t s : lengths) {
-      add_case(list, {batch_, heads_q, heads_kv, s, s, d, d}, dtype, options_.causal);
+      for (const std::int64_t rows : queries_.empty() ? std::vector{s} : queries_) {
+        add_case(list, {batch_, heads_q, heads_kv, rows, s, d, d}, dtype, options_.causal);
+      }
     }
   }
 }
 
 std::vector<Case> BenchCommand::cases() const {
-  const bool own = !head_dims_.empty() || !seqlens_.empty() || !heads_.empty() || batch_ != 1;
+  const bool sized = !heads_.empty() || batch_ != 1 || !queries_.empty();
+  const bool own = !head_dims_.empty() || !seqlens_.empty() || sized;
   const std::string grid = !grid_.empty() ? grid_ : own ? "" : is_gpu() ? "paper" : "cpu";
   if (grid == "cpu" && own) {
-    throw Error("--grid cpu has fixed shapes; leave it out to use --d, --seqs, --heads or --batch");
+    throw Error(
+        "--grid cpu has fixed shapes; leave it out to use --d, --seqs, --queries, --heads or "
+        "--batch");
   }
-  if (!grid.empty() && (!heads_.empty() || batch_ != 1)) {
-    throw Error(fmt::format("--grid {} sets batch and heads; leave out --batch and --heads", grid));
+  if (!grid.empty() && sized) {
+    throw Error(
+        fmt::format("--grid {} sets batch, heads and queries; leave out --batch, --heads and "
+                    "--queries",
+                    grid));
   }
   std::vector<DType> dtypes = {options_.dtype.value_or(is_gpu() ? DType::bf16 : DType::f32)};
   if (grid == "cpu" && !options_.dtype) dtypes.push_back(DType::bf16);
@@ -264,31 +281,38 @@ std::vector<Case> BenchCommand::cases() const {
   return list;
 }
 
-// Tables of each case's own length, which its options then name.
-std::vector<RotaryTables> add_rotary(std::vector<Case>& list) {
+// How each case is quantised: in every run, or, into pages, beforehand. Tables of a rotary
+// embedding have the case's own length, and must outlive it.
+std::vector<RotaryTables> add_quantization(std::vector<Case>& list) {
   std::vector<RotaryTables> tables;
   tables.reserve(list.size());
   for (Case& entry : list) {
     const RotaryTables& made =
         tables.emplace_back(entry.options, entry.shape.seqlen_k, entry.shape.head_dim);
-    entry.options.run = made.on_device(entry.options.run);
+    if (entry.options.quantized_page_size > 0) {
+      entry.beforehand = made.on_host(entry.options.run.eight_bits->quantization);
+    } else {
+      entry.options.run = made.on_device(entry.options.run);
+    }
   }
   return tables;
 }
 
 Result BenchCommand::run_case(const Case& input, const CpuPeaks& peaks, double bandwidth) const {
   Workload workload = make_workload(input.shape, input.options);
-  const Problem& problem = workload.problem;
+  std::optional<QuantizedPages> pages = pages_of(input, workload);
+  const Problem& problem = pages ? pages->problem() : workload.problem;
   const Plan chosen = plan(problem, input.options.run);
   fill_inputs(workload, 1);
+  if (pages) pages->fill();
   const bool decode = is_decode(input.shape);
-  const KeyRing ring(workload, decode);
+  const KeyRing ring(problem, decode);
   std::vector<std::byte> workspace(chosen.workspace_bytes());
   Result result;
   result.input = input;
   result.timing = measure(repeat_, [&](int i) { chosen.run(ring.with(problem, i), workspace); });
   const double seconds = result.timing.median_seconds;
-  result.flops_per_second = flop_count(problem) / seconds;
+  result.flops_per_second = flop_count(workload.problem) / seconds;
   result.share_of_peak = result.flops_per_second / peaks.of(*input.options.dtype);
   if (decode) {
     result.kv_bytes_per_second = ring.bytes() / seconds;
@@ -384,12 +408,17 @@ void BenchCommand::execute_on_gpu(JsonOutput& json) const {
   options.rounds = repeat_;
   options.quiet = options_.quiet || json.on_standard_output();
   std::vector<Case> list = cases();
-  const std::vector<RotaryTables> rotary = add_rotary(list);
+  const std::vector<RotaryTables> rotary = add_quantization(list);
   json.write(bench_gpu(list, options));
 }
 
 int BenchCommand::execute() {
   JsonOutput json(options_.json);
+  if (backward_ && options_.run.eight_bits) {
+    throw Error(
+        "--backward times gradients of q, k and v as given; leave out --quantize, --rotary and "
+        "--quantized-pages");
+  }
   if (is_gpu()) {
     execute_on_gpu(json);
     return exit_good;
@@ -398,11 +427,12 @@ int BenchCommand::execute() {
     throw Error("--sweep, --ablate and --beside measure a GPU; add --device cuda");
   }
   std::vector<Case> list = cases();
-  const std::vector<RotaryTables> rotary = add_rotary(list);
+  const std::vector<RotaryTables> rotary = add_quantization(list);
   // What is wrong with a case is said before the first one runs.
   for (const Case& entry : list) {
-    const Workload workload = make_workload(entry.shape, entry.options);
-    static_cast<void>(plan(workload.problem, entry.options.run));
+    Workload workload = make_workload(entry.shape, entry.options);
+    const std::optional<QuantizedPages> pages = pages_of(entry, workload);
+    static_cast<void>(plan(pages ? pages->problem() : workload.problem, entry.options.run));
   }
   const bool decode = std::any_of(list.begin(), list.end(),
                                   [this](const Case& entry) { return is_decode(entry.shape); });

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <functional>
 #include <optional>
+#include <span>
 #include <thread>
 
 #include "fovea/device.hpp"
@@ -25,22 +26,26 @@ constexpr double heating_ms = 250.0;  // brings the chip to the temperature and 
 constexpr double busy_ms = 60.0;      // of each candidate, a round of a chip that is kept busy
 constexpr int busy_rounds = 3;
 
-// A problem in device memory, with the inputs of the host's workload, and its gradients.
+// A problem in device memory, with the inputs that the host's has, and its gradients.
 class DeviceWorkload {
  public:
-  DeviceWorkload(const Workload& workload, Device device)
-      : problem_(workload.problem), gradients_(workload.gradients) {
+  DeviceWorkload(const Problem& problem, const Gradients& gradients, Device device)
+      : problem_(problem), gradients_(gradients) {
     problem_.memory = Memory::device;
-    for (Tensor* tensor : {&problem_.q, &problem_.k, &problem_.v, &problem_.out, &problem_.lse,
-                           &problem_.sink, &problem_.alibi, &gradients_.dout, &gradients_.dq,
-                           &gradients_.dk, &gradients_.dv, &gradients_.dsink}) {
+    for (Tensor* tensor :
+         {&problem_.q, &problem_.k, &problem_.v, &problem_.out, &problem_.lse, &problem_.sink,
+          &problem_.alibi, &problem_.q_scale, &problem_.key_scale, &gradients_.dout, &gradients_.dq,
+          &gradients_.dk, &gradients_.dv, &gradients_.dsink}) {
       if (!tensor->present) continue;
       const auto [n0, n1, n2, n3] = tensor->shape;
-      const std::size_t bytes =
-          static_cast<std::size_t>(n0 * n1 * n2 * n3) * size_bytes(tensor->dtype);
-      DeviceMemory& memory = memories_.emplace_back(device, bytes);
-      memory.upload(tensor->data, bytes);
-      tensor->data = memory.data();
+      tensor->data =
+          upload(device, tensor->data,
+                 static_cast<std::size_t>(n0 * n1 * n2 * n3) * size_bytes(tensor->dtype));
+    }
+    for (std::span<const std::int32_t>* list : {&problem_.seqused_k, &problem_.block_table}) {
+      if (list->empty()) continue;
+      const std::byte* const there = upload(device, list->data(), list->size_bytes());
+      *list = {reinterpret_cast<const std::int32_t*>(there), list->size()};
     }
   }
 
@@ -48,6 +53,12 @@ class DeviceWorkload {
   [[nodiscard]] const Gradients& gradients() const { return gradients_; }
 
  private:
+  std::byte* upload(Device device, const void* data, std::size_t bytes) {
+    DeviceMemory& memory = memories_.emplace_back(device, bytes);
+    memory.upload(data, bytes);
+    return memory.data();
+  }
+
   Problem problem_;
   Gradients gradients_;
   std::vector<DeviceMemory> memories_;
@@ -125,7 +136,7 @@ class Bench {
     Workload workload = make_workload(entry.shape, entry.options, true);
     fill_inputs(workload, 1);
     add_gradients(workload, 1);
-    const DeviceWorkload there = begin(entry, workload);
+    const DeviceWorkload there = begin(entry, workload.problem, workload.gradients);
     attention(there.problem(), entry.options.run);
     std::vector<std::string> list{entry.options.run.configuration};
     if (options_.what == GpuBench::sweep)
@@ -148,7 +159,9 @@ class Bench {
   void run(const BenchCase& entry) {
     Workload workload = make_workload(entry.shape, entry.options);
     fill_inputs(workload, 1);
-    const DeviceWorkload there = begin(entry, workload);
+    std::optional<QuantizedPages> pages = pages_of(entry, workload);
+    if (pages) pages->fill();
+    const DeviceWorkload there = begin(entry, pages ? pages->problem() : workload.problem, {});
     const auto candidate = [&](const std::string& configuration, const std::string& remark,
                                Softmax softmax, std::optional<double> model_ms) {
       Line line = line_of(entry, flop_count(workload.problem));
@@ -261,12 +274,12 @@ class Bench {
 
   static double tflops(const Line& line, double ms) { return line.flops / ms * 1e-9; }
 
-  DeviceWorkload begin(const BenchCase& entry, const Workload& workload) {
+  DeviceWorkload begin(const BenchCase& entry, const Problem& problem, const Gradients& gradients) {
     const Device device = entry.options.run.device;
     if (info_.name.empty()) info_ = device_info(device);
     candidates_.clear();
     launches_.clear();
-    return {workload, device};
+    return {problem, gradients, device};
   }
 
   static Line line_of(const BenchCase& entry, double flops) {
@@ -324,6 +337,12 @@ class Bench {
 };
 
 }  // namespace
+
+std::optional<QuantizedPages> pages_of(const BenchCase& entry, Workload& workload) {
+  if (!entry.beforehand) return std::nullopt;
+  return std::make_optional<QuantizedPages>(workload, *entry.beforehand,
+                                            entry.options.quantized_page_size, 1);
+}
 
 Json bench_gpu(const std::vector<BenchCase>& cases, const GpuBenchOptions& options) {
   Progress progress(static_cast<std::int64_t>(cases.size()), options.quiet);

@@ -2,18 +2,26 @@
 // the configurations of a case in turns.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "tools/json_output.h"
 #include "tools/problem_options.h"
+#include "tools/quantized_pages.h"
 
 namespace fovea::tools {
 
 struct BenchCase {
   Shape shape;
   ProblemOptions options;
+  // Of a case whose keys and values lie in quantised pages: how they are brought there, before
+  // anything is timed.
+  std::optional<Quantization> beforehand;
 };
+
+// Of such a case, to be filled and taken in place of the workload's problem.
+[[nodiscard]] std::optional<QuantizedPages> pages_of(const BenchCase& entry, Workload& workload);
 
 enum class GpuBench : std::uint8_t {
   choice,  // what a plan takes

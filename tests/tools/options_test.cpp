@@ -63,6 +63,7 @@ TEST(Options, AcceptsEveryOptionOfTheContract) {
   EXPECT_EQ(fault({"bench", "--grid", "paper", "--d", "64,128", "--seqs", "512,1024"}), "");
   EXPECT_EQ(fault({"bench", "--quantize", "head", "--rotary", "64,5e5", "--rotary-interleaved"}),
             "");
+  EXPECT_EQ(fault({"bench", "--quantized-pages", "64", "--queries", "1,512"}), "");
   EXPECT_EQ(fault({"explain", "--shape=1,1,1,1,1,1"}), "");
   EXPECT_EQ(fault({"info"}), "");
   EXPECT_EQ(fault({"--help"}), "");
@@ -105,6 +106,8 @@ TEST(Options, NamesWhatIsWrong) {
       {{"bench", "--rotary", "64,-1"}, "--rotary has the base -1"},
       {{"bench", "--rotary-interleaved"}, "--rotary"},
       {{"check", "--quantized-pages", "none"}, "--quantized-pages is 'none'"},
+      {{"bench", "--quantized-pages", "0"}, "--quantized-pages is '0'"},
+      {{"bench", "--queries", "1,0"}, "--queries"},
       {{"bench", "--heads", "8,2,2"}, "--heads is '8,2,2'"},
       {{"run", "--causal", "check", "--shape", "1,1,1,1,1,1"}, "check"},
   };

@@ -147,6 +147,11 @@ TEST_F(Program, SaysOneSentenceAboutWrongInputAndWritesNothing) {
       "bench --d 0",
       "bench --d 600",
       "bench --grid cpu --d 64",
+      "bench --grid decode --queries 4",
+      "bench --d 32 --quantized-pages 48",
+      "bench --d 32 --quantized-pages 32 --dtype e4m3",
+      "bench --d 32 --quantized-pages 32 --backward",
+      "bench --d 32 --quantized-pages 32 --beside gather=1",
       "info --threads x",
   };
   for (const std::string& command : commands) {
@@ -279,6 +284,24 @@ TEST_F(Program, ExplainsWhatBecomesOfQuantisedPages) {
   EXPECT_NE(hopper.out.find("pages      read in place: a key meets 40 query rows, and a copy pays"),
             std::string::npos)
       << hopper.out << hopper.err;
+}
+
+TEST_F(Program, TimesQuantisedPages) {
+  const Ended bench = run(
+      "bench --d 32 --seqs 80 --queries 3,40 --heads 4,2 --batch 2 --repeat 1 --quantized-pages 32 "
+      "--rotary 16 --json b.json");
+  EXPECT_EQ(bench.status, 0) << bench.err;
+  EXPECT_NE(bench.out.find("rotary 16,10000 in pages of 32"), std::string::npos) << bench.out;
+  const Bytes file = read_file(files_.path("b.json"));
+  const Json results = Json::parse(text_of(file)).at("results");
+  ASSERT_EQ(results.size(), 2u);
+  // Of pages that no sequence reads nothing counts, and codes have one byte: three pages of each
+  // sequence and head, keys and values.
+  const double read = results[0].at("kv_gb_per_second").get<double>() *
+                      results[0].at("median_seconds").get<double>() * 1e9;
+  EXPECT_NEAR(read, 2 * 2 * 2 * 96 * 32, 1.0);
+  EXPECT_EQ(results[1].at("shape"), "2,4,2,40,80,32");
+  EXPECT_FALSE(results[1].contains("kv_gb_per_second"));
 }
 
 TEST_F(Program, SpeaksJson) {
