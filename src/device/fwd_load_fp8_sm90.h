@@ -114,11 +114,7 @@ struct Fp8Load {
 
   __forceinline__ KeyPlace find_keys(const FwdTile& tile, int32 block) const {
     if (!has_keys()) return {0, 0};
-    constexpr int32 keys = C.page_keys;
-    // Pieces without a key that is seen repeat the nearest one with: their pages may not exist.
-    const int32 first = tile.key_begin / keys * keys;
-    const int32 last = (tile.key_end - 1) / keys * keys;
-    const int32 key = min(max(block * C.tile_k + own_keys(), first), last);
+    const int32 key = first_of_piece<C>(tile, block, own_keys(), C.page_keys);
     return core::page_of(params, tile.sequence, static_cast<uint32>(key));
   }
 
@@ -244,33 +240,20 @@ struct Fp8Load {
     load_v_pages(tile, values);
   }
 
-  __forceinline__ int32 next(int32 round) {
-    if (params.scheduler == nullptr || round == 0) return tile_index(round);
-    uint32 ticket = 0;
-    if (leads()) ticket = atomicAdd(params.scheduler, 1u);
-    if constexpr (paged) ticket = __shfl_sync(0xffffffffu, ticket, 0);
-    return static_cast<int32>(gridDim.x + ticket);
-  }
-
   __forceinline__ void run() {
     FwdTile tile;
-    int32 index = next(0);
+    int32 index = next_tile_index<paged>(params, 0);
     for (int32 round = 1; index < params.tiles; ++round) {
       tile = find_tile<C>(params, index);
       const bool exists = tile.exists();
       if (exists) publish(tile);
-      index = C.persistent ? next(round) : params.tiles;
+      index = C.persistent ? next_tile_index<paged>(params, round) : params.tiles;
       if (exists && tile.count() > 0) load_tile(tile);
       while (next_unused<C>(tile, params)) publish(tile);
     }
     tile.last = 1;
     publish(tile);
-    if (C.persistent && params.scheduler != nullptr && leads()) {
-      // The last CTA to ask leaves the counters as it found them.
-      if (atomicAdd(params.scheduler + 1, 1u) == gridDim.x - 1) {
-        params.scheduler[0] = params.scheduler[1] = 0;
-      }
-    }
+    if (C.persistent && params.scheduler != nullptr && leads()) leave_scheduler(params);
   }
 };
 

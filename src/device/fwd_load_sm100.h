@@ -85,10 +85,7 @@ struct Load100 {
       const int32 box = params.page_box;
       const int32 lane = lane_index();
       if (lane * box >= C.tile_k) return;
-      // Boxes without a key that is seen repeat the nearest one with: their pages may not exist.
-      const int32 first = tile.key_begin / box * box;
-      const int32 last = (tile.key_end - 1) / box * box;
-      const int32 key = min(max(block * C.tile_k + lane * box, first), last);
+      const int32 key = first_of_piece<C>(tile, block, lane * box, box);
       const core::KeyPlace at = core::page_of(params, tile.sequence, key);
 #pragma unroll
       for (int32 panel = 0; panel < panel_count; ++panel) {
@@ -292,12 +289,7 @@ struct Load100 {
     begin(TracePhase::tile);
     publish(none);
     begin(TracePhase::none);
-    if (counts && params.scheduler != nullptr && leader) {
-      // The last CTA to ask leaves the counters as it found them.
-      if (atomicAdd(params.scheduler + 1, 1u) == gridDim.x - 1) {
-        params.scheduler[0] = params.scheduler[1] = 0;
-      }
-    }
+    if (counts && params.scheduler != nullptr && leader) leave_scheduler(params);
   }
 };
 

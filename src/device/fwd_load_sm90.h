@@ -90,10 +90,7 @@ struct Load {
       const int32 box = params.page_box;
       const int32 lane = lane_index();
       if (lane * box < C.tile_k) {
-        // Boxes without a key that is seen repeat the nearest one with: their pages may not exist.
-        const int32 first = tile.key_begin / box * box;
-        const int32 last = (tile.key_end - 1) / box * box;
-        const int32 key = min(max(block * C.tile_k + lane * box, first), last);
+        const int32 key = first_of_piece<C>(tile, block, lane * box, box);
         const core::KeyPlace at = core::page_of(params, tile.sequence, key);
 #pragma unroll
         for (int32 panel = 0; panel < panel_count; ++panel) {
@@ -142,15 +139,8 @@ struct Load {
     }
   }
 
-  // Tiles as they come: the first by place, further ones from a counter that all CTAs share, or,
-  // without one, in rounds. The counter's answer is awaited under the loads of the tile before.
-  __forceinline__ int32 next(int32 round) {
-    if (params.scheduler == nullptr || round == 0) return tile_index(round);
-    uint32 ticket = 0;
-    if (leads()) ticket = atomicAdd(params.scheduler, 1u);
-    if constexpr (paged) ticket = __shfl_sync(0xffffffffu, ticket, 0);
-    return static_cast<int32>(gridDim.x + ticket);
-  }
+  // The counter's answer is awaited under the loads of the tile before.
+  __forceinline__ int32 next(int32 round) { return next_tile_index<paged>(params, round); }
 
   __forceinline__ void run() {
     FwdTile tile, ahead;
@@ -177,12 +167,7 @@ struct Load {
     tile.last = 1;
     publish(tile);
     mark(TracePhase::none);
-    if (C.persistent && params.scheduler != nullptr && leads()) {
-      // The last CTA to ask leaves the counters as it found them.
-      if (atomicAdd(params.scheduler + 1, 1u) == gridDim.x - 1) {
-        params.scheduler[0] = params.scheduler[1] = 0;
-      }
-    }
+    if (C.persistent && params.scheduler != nullptr && leads()) leave_scheduler(params);
   }
 };
 

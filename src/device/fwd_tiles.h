@@ -235,6 +235,36 @@ __forceinline__ int32 tile_index(int32 round, int32 cluster = 1) {
   return round * width + (round % 2 == 0 ? place : width - 1 - place);
 }
 
+// The tile that comes in round r: the first by place, further ones from a counter that all CTAs
+// share, or, without one, as dealt in advance. By one thread, or by a whole warp, whose first lane
+// asks for all.
+template <bool by_warp>
+__forceinline__ int32 next_tile_index(const FwdParams& params, int32 round) {
+  if (params.scheduler == nullptr || round == 0) return tile_index(round);
+  uint32 ticket = 0;
+  if (!by_warp || lane_index() == 0) ticket = atomicAdd(params.scheduler, 1u);
+  if constexpr (by_warp) ticket = __shfl_sync(0xffffffffu, ticket, 0);
+  return static_cast<int32>(gridDim.x + ticket);
+}
+
+// By one thread of each CTA behind its last tile. The last CTA to ask leaves the counters as the
+// first one found them.
+__forceinline__ void leave_scheduler(const FwdParams& params) {
+  if (atomicAdd(params.scheduler + 1, 1u) == gridDim.x - 1) {
+    params.scheduler[0] = params.scheduler[1] = 0;
+  }
+}
+
+// Of a block in pages, which is copied in pieces of so many keys of one page: the key with which
+// the piece at `offset` begins. Where no key of it is seen, the nearest piece with one is copied in
+// its place, since its page may not exist.
+template <auto C>
+__forceinline__ int32 first_of_piece(const KeySpan& span, int32 block, int32 offset, int32 keys) {
+  const int32 first = span.key_begin / keys * keys;
+  const int32 last = (span.key_end - 1) / keys * keys;
+  return min(max(block * C.tile_k + offset, first), last);
+}
+
 // What a row of a tile stands for; a query beyond every capacity is none.
 struct FwdRow {
   int32 query, head;
