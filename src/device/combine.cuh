@@ -28,6 +28,9 @@ __forceinline__ void store_result(void* out, int64 offset, float value) {
   }
 }
 
+// Of the problem, and of each of its parts, which lie one behind the other.
+__forceinline__ int64 row_count(const CombineParams& p) { return p.batch * p.rows * p.heads; }
+
 // A row of the problem.
 struct CombineRow {
   int64 index;  // among all
@@ -68,7 +71,7 @@ constexpr int32 parts_at_once = 8;  // whose values are in flight
 __forceinline__ float part_weight(const CombineParams& p, const float* part_lse, int32 part,
                                   float seen) {
   if (part >= p.splits) return 0.0f;
-  const float own = part_lse[part * (p.batch * p.rows * p.heads)];
+  const float own = part_lse[part * row_count(p)];
   return own == -infinity ? 0.0f : exp2_approximate((own - seen) * core::log2_e);
 }
 
@@ -76,7 +79,7 @@ template <DType out_dtype, int32 width>
 __forceinline__ void combine_columns(const CombineParams& p, const CombineRow& at, float seen,
                                      float share) {
   const int32 lane = lane_index();
-  const int64 values_stride = p.batch * p.rows * p.heads * p.head_dim_v;
+  const int64 values_stride = row_count(p) * p.head_dim_v;
   const int64 offset =
       at.batch * p.out_stride[0] + at.row * p.out_stride[1] + at.head * p.out_stride[2];
   const int32 parts = seen == -infinity ? 0 : p.splits;
@@ -114,7 +117,7 @@ __forceinline__ void combine_columns(const CombineParams& p, const CombineRow& a
 template <DType out_dtype>
 __forceinline__ void combine_row(const CombineParams& p, const CombineRow& at) {
   const int32 lane = lane_index();
-  const int64 part_stride = p.batch * p.rows * p.heads;
+  const int64 part_stride = row_count(p);
   const float* part_lse = p.part_lse + at.index;
   const bool used = part_lse[0] != infinity;
   float lse = -infinity;
@@ -144,7 +147,7 @@ __forceinline__ void combine_row(const CombineParams& p, const CombineRow& at) {
 template <DType out_dtype>
 __device__ void combine(const CombineParams& params) {
   grid_dependency_wait();  // launched before the kernel of the parts ends
-  const int64 rows = params.batch * params.rows * params.heads;
+  const int64 rows = row_count(params);
   const int64 warps = static_cast<int64>(gridDim.x) * (core::combine_threads / 32);
   for (int64 i = static_cast<int64>(blockIdx.x) * (core::combine_threads / 32) + warp_index();
        i < rows; i += warps) {
