@@ -10,15 +10,13 @@ namespace fovea::model {
 namespace {
 
 constexpr std::array<Gpu, 4> known{{
-    {"h100", "sm_90a", 132, 1.61, 4096, 16, 128, 64, 4, 128, 64, 3.35e12, 989.4,
+    {"h100", "sm_90a", 132, 1.66, 4096, 16, 128, 64, 4, 128, 64, 3.35e12, 989.4,
      "FlashAttention-3 paper, table 1 (132 multiprocessors, 128 B of shared memory, 3.35 TB/s); "
      "data sheet (989.4 TFLOPS = 132 x 4096 x 1.83 GHz); clock: that of the h200"},
-    {"h200", "sm_90a", 132, 1.61, 4096, 16, 128, 64, 4, 128, 64, 4.8e12, 989.4,
-     "data sheet (4.8 TB/s); exponentials measured, 15.99; clock: 802 TFLOPS measured at 4k keys "
-     "with tensor "
-     "cores 95 % busy (docs/kernels/fwd_sm90.md), tails included; L2: 64 bytes a cycle, the rate "
-     "of one "
-     "multiprocessor's port"},
+    {"h200", "sm_90a", 132, 1.66, 4096, 16, 128, 64, 4, 128, 64, 4.8e12, 989.4,
+     "data sheet (4.8 TB/s); exponentials measured, 15.99; clock: fitted to the times in "
+     "docs/kernels/fwd_sm90.md, where tiles are counted in whole rounds; L2: 64 bytes a cycle, the "
+     "rate of one multiprocessor's port"},
     {"b200", "sm_100a", 148, 1.85, 8192, 16, 128, 64, 4, 128, 64, 7.7e12, 2250.0,
      "FlashAttention-4 paper, section 2 (148 multiprocessors, 8192 FLOP, 16 exponentials, 128 B, "
      "1.85 GHz); device query (7.67 TB/s); not measured here"},
