@@ -4,9 +4,10 @@
  * names the argument, its value and what would be right, valid until the calling thread's next call
  * into the library.
  *
- * fovea_problem, fovea_gradients, fovea_options and fovea_statistics may grow: they begin with the
- * size that they have in the caller's header, set by their _init function. What a shorter one lacks
- * has its default; a longer one is accepted as long as the part this library does not know is zero.
+ * fovea_problem, fovea_gradients, fovea_options, fovea_statistics and fovea_quantized may grow:
+ * they begin with the size that they have in the caller's header, set by their _init function, that
+ * of fovea_quantized by fovea_quantize_plan_operands. What a shorter one lacks has its default; a
+ * longer one is accepted as long as the part this library does not know is zero.
  *
  *   fovea_problem p;
  *   fovea_problem_init(&p, sizeof p);
@@ -33,6 +34,7 @@ typedef enum fovea_status {
   FOVEA_INTERNAL_ERROR = 5
 } fovea_status;
 
+/* A boolean is a byte, of which every value but 0 is true. */
 typedef enum fovea_dtype {
   FOVEA_F32 = 0,
   FOVEA_BF16 = 1,
@@ -43,6 +45,7 @@ typedef enum fovea_dtype {
   FOVEA_S8 = 6
 } fovea_dtype;
 
+/* Which are which: fovea::Device. */
 typedef enum fovea_device {
   FOVEA_DEVICE_AUTOMATIC = 0,
   FOVEA_DEVICE_CPU = 1,
@@ -53,10 +56,11 @@ typedef enum fovea_device {
 } fovea_device;
 
 typedef enum fovea_memory {
-  FOVEA_MEMORY_HOST = 0,
+  FOVEA_MEMORY_HOST = 0,  /* anywhere the CPU reads */
   FOVEA_MEMORY_DEVICE = 1 /* pointers, those of lengths and tables too, are device addresses */
 } fovea_memory;
 
+/* How the running reference of a softmax row is kept: fovea::Softmax. */
 typedef enum fovea_softmax {
   FOVEA_SOFTMAX_AUTOMATIC = 0,
   FOVEA_SOFTMAX_ONLINE = 1,
@@ -73,13 +77,16 @@ typedef struct fovea_tensor {
   int64_t stride[4];
 } fovea_tensor;
 
+/* These four report no fault: whoever takes the tensor does. data is written only where a call
+ * takes the tensor for a result. */
+
 /* (batch, seqlen, heads, head_dim) in memory order. */
 fovea_tensor fovea_tensor_bshd(const void* data, fovea_dtype dtype, int64_t batch, int64_t seqlen,
                                int64_t heads, int64_t head_dim);
 /* The same logical tensor stored as (batch, heads, seqlen, head_dim). */
 fovea_tensor fovea_tensor_bhsd(const void* data, fovea_dtype dtype, int64_t batch, int64_t seqlen,
                                int64_t heads, int64_t head_dim);
-/* Sequences packed row after row, (total, heads, head_dim): for cu_seqlens. */
+/* Sequences packed row after row, of shape (1, total, heads, head_dim): for cu_seqlens. */
 fovea_tensor fovea_tensor_packed(const void* data, fovea_dtype dtype, int64_t total, int64_t heads,
                                  int64_t head_dim);
 /* Row-major strides for any shape. */
@@ -123,6 +130,7 @@ typedef struct fovea_problem {
   fovea_tensor key_scale;                 /* of k and v as fovea_quantize_plan_run writes them */
 } fovea_problem;
 
+/* What shares a scale: a whole tensor, the rows of one (sequence, head), or 32 rows of it. */
 typedef enum fovea_fp8_scales {
   FOVEA_FP8_SCALES_TENSOR = 0,
   FOVEA_FP8_SCALES_HEAD = 1,
@@ -157,6 +165,7 @@ typedef struct fovea_options {
   int64_t promote_keys;            /* as in fovea::EightBits; -1: its default */
 } fovea_options;
 
+/* Fields as in fovea::Statistics: counts of one run. */
 typedef struct fovea_statistics {
   size_t size; /* set by fovea_statistics_init */
   int64_t tiles_full, tiles_partial, rescales, repairs, recomputed_tiles, splits;
@@ -169,13 +178,16 @@ fovea_status fovea_statistics_init(fovea_statistics* statistics, size_t size);
 
 typedef struct fovea_plan fovea_plan;
 
-/* options may be null. *plan is owned by the caller (fovea_plan_destroy), or null on failure. */
+/* As fovea::plan(). options may be null. *plan is owned by the caller (fovea_plan_destroy), or null
+ * on failure. */
 fovea_status fovea_plan_create(const fovea_problem* problem, const fovea_options* options,
                                fovea_plan** plan);
 void fovea_plan_destroy(fovea_plan* plan); /* null is ignored */
+/* Bytes that a run needs at least, of any alignment. */
 fovea_status fovea_plan_workspace_bytes(const fovea_plan* plan, size_t* bytes);
 
-/* statistics may be null. A plan may run in several threads at once, each with its own workspace.
+/* As fovea::Plan::run(). statistics may be null. workspace may be null when workspace_bytes is 0.
+ * A plan may run in several threads at once, each with its own workspace.
  * With device memory, workspace is device memory and the call returns before the work is done, but
  * for statistics it waits. */
 fovea_status fovea_plan_run(const fovea_plan* plan, const fovea_problem* problem, void* workspace,
@@ -190,7 +202,9 @@ fovea_status fovea_plan_explain(const fovea_plan* plan, char* buffer, size_t cap
 fovea_status fovea_attention(const fovea_problem* problem, const fovea_options* options,
                              fovea_statistics* statistics);
 
-/* Quantise once, attend many times; fovea::QuantizePlan in fovea/fp8.hpp says how. */
+/* Quantise once, attend many times; fovea::QuantizePlan in fovea/fp8.hpp says how.
+ *
+ * How codes of v lie: (B, Hkv, Dv, keys), as kernels read them, or in the shape of v. */
 typedef enum fovea_value_layout {
   FOVEA_VALUES_TRANSPOSED = 0,
   FOVEA_VALUES_ROWS = 1
@@ -212,27 +226,33 @@ typedef struct fovea_quantize_plan fovea_quantize_plan;
 
 fovea_quantization fovea_quantization_default(void); /* e4m3, scales of blocks, rotated */
 
-/* options may be null. */
+/* As fovea::plan_quantize(). options may be null, quantization not. *plan is owned by the caller
+ * (fovea_quantize_plan_destroy), or null on failure. */
 fovea_status fovea_quantize_plan_create(const fovea_problem* problem,
                                         const fovea_quantization* quantization,
                                         fovea_value_layout values, const fovea_options* options,
                                         fovea_quantize_plan** plan);
-/* Keys and values go to a pool of pages of page_size keys, a multiple of 32: fovea::PagePool. */
+/* The same for keys and values that go to a pool of pages of page_size keys, a multiple of 32:
+ * fovea::PagePool. */
 fovea_status fovea_quantize_plan_create_pages(const fovea_problem* problem,
                                               const fovea_quantization* quantization, int64_t pages,
                                               int64_t page_size, const fovea_options* options,
                                               fovea_quantize_plan** plan);
-void fovea_quantize_plan_destroy(fovea_quantize_plan* plan);
+void fovea_quantize_plan_destroy(fovea_quantize_plan* plan); /* null is ignored */
+/* Bytes that a run needs at least, of any alignment. */
 fovea_status fovea_quantize_plan_workspace_bytes(const fovea_quantize_plan* plan, size_t* bytes);
 
 /* Fills *operands: shapes, dtypes and strides, without data. Pass sizeof *operands. */
 fovea_status fovea_quantize_plan_operands(const fovea_quantize_plan* plan,
                                           fovea_quantized* operands, size_t size);
+/* Quantises q, or k and v, or all: those of *to that have data, 16-byte aligned, as
+ * fovea::QuantizePlan::run(). workspace may be null when workspace_bytes is 0. */
 fovea_status fovea_quantize_plan_run(const fovea_quantize_plan* plan, const fovea_problem* problem,
                                      const fovea_quantized* to, void* workspace,
                                      size_t workspace_bytes);
 
-/* Puts operands, all of which have data, in place of the problem's q, k and v. */
+/* Puts operands, all of which have data, in place of the problem's q, k and v. Sets softmax_scale
+ * where it has none, to that of the head dimension before it was padded. */
 fovea_status fovea_problem_attend(fovea_problem* problem, const fovea_quantized* operands);
 
 /* The gradients of a problem; fields as in fovea::Gradients. */
@@ -248,7 +268,7 @@ fovea_status fovea_gradients_init(fovea_gradients* gradients, size_t size);
 
 typedef struct fovea_backward_plan fovea_backward_plan;
 
-/* As the functions of fovea_plan. */
+/* As fovea::plan_backward() and fovea::BackwardPlan; pointers as in the functions of fovea_plan. */
 fovea_status fovea_backward_plan_create(const fovea_problem* problem,
                                         const fovea_gradients* gradients,
                                         const fovea_options* options, fovea_backward_plan** plan);
@@ -265,17 +285,19 @@ fovea_status fovea_attention_backward(const fovea_problem* problem,
                                       const fovea_gradients* gradients,
                                       const fovea_options* options);
 
+/* Of one part of the keys, in host memory: out (B, S, H, Dv) and lse (B, H, S, 1), fp32. */
 typedef struct fovea_part {
   fovea_tensor out;
   fovea_tensor lse;
 } fovea_part;
 
-/* Combines count parts into result, whose lse may be absent; sink may be null. */
+/* As fovea::merge(): combines count parts into result, whose lse may be absent. sink, (1, 1, 1, H)
+ * fp32, may be null, and parts when count is 0. */
 fovea_status fovea_merge(const fovea_part* parts, int64_t count, const fovea_part* result,
                          const fovea_tensor* sink);
 
-const char* fovea_last_error(void); /* empty if the last call succeeded */
-const char* fovea_version(void);
+const char* fovea_last_error(void); /* of this thread; empty if its last call succeeded */
+const char* fovea_version(void);    /* "0.1.0" */
 
 #ifdef __cplusplus
 }

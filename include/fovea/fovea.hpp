@@ -30,9 +30,12 @@
 
 namespace fovea {
 
+// A boolean is a byte, of which every value but 0 is true.
 enum class DType : std::uint8_t { f32, bf16, f16, e4m3, e5m2, boolean, s8 };
 
+// "f32", "bf16", "f16", "e4m3", "e5m2", "boolean", "s8"
 [[nodiscard]] std::string_view name(DType dtype);
+// Of one element.
 [[nodiscard]] std::size_t size_bytes(DType dtype);
 
 // A strided view of memory the caller owns. Dimension order is fixed per argument (see Problem);
@@ -47,7 +50,8 @@ struct Tensor {
   bool present = false;  // an empty tensor (a zero in shape) may have null data and be present
 };
 
-// A tensor of the given shape with row-major strides.
+// A tensor of the given shape with row-major strides. Neither this nor the next three find a fault:
+// plan() does. data is written only where a call takes the tensor for a result.
 [[nodiscard]] Tensor contiguous(const void* data, DType dtype, std::array<std::int64_t, 4> shape);
 // (batch, seqlen, heads, head_dim) in memory order: the convention of flash-attention.
 [[nodiscard]] Tensor bshd(const void* data, DType dtype, std::int64_t batch, std::int64_t seqlen,
@@ -55,7 +59,7 @@ struct Tensor {
 // The same logical tensor stored as (batch, heads, seqlen, head_dim): PyTorch's convention.
 [[nodiscard]] Tensor bhsd(const void* data, DType dtype, std::int64_t batch, std::int64_t seqlen,
                           std::int64_t heads, std::int64_t head_dim);
-// Sequences packed row after row, (total, heads, head_dim): for cu_seqlens.
+// Sequences packed row after row, of shape (1, total, heads, head_dim): for cu_seqlens.
 [[nodiscard]] Tensor packed(const void* data, DType dtype, std::int64_t total, std::int64_t heads,
                             std::int64_t head_dim);
 
@@ -159,6 +163,7 @@ enum class Device : std::uint8_t {
 // rounding; automatic takes what measures fastest.
 enum class Softmax : std::uint8_t { automatic, online, conditional, sum_guard };
 
+// "auto", "online", "conditional", "sum_guard"
 [[nodiscard]] std::string_view name(Softmax softmax);
 
 // What shares a scale: a whole tensor, the rows of one (sequence, head), or 32 rows of it.
@@ -252,7 +257,7 @@ class Plan {
   // Computes the problem, which must have the planned shapes, dtypes and options; pointers,
   // strides, the stream, the dropout seed and offset, and lengths (within the planned bounds) may
   // differ. The workspace shares no memory with any tensor. Throws Error before anything is
-  // written.
+  // written, DeviceError when the device fails, which leaves the results undefined.
   //
   // Host memory on the CPU: allocates nothing. Device memory: puts kernels into the stream and
   // returns; neither allocates nor waits, so that a CUDA graph can capture it; only statistics, if
@@ -274,11 +279,14 @@ class Plan {
   std::shared_ptr<const Choice> choice_;
 };
 
-// Validates the problem and chooses how to compute it. The data pointers are not read except the
-// lengths and tables, whose values are checked. Throws Error or Unsupported.
+// Validates the problem and chooses how to compute it; for a GPU, compiles its kernels, which takes
+// seconds, or finds them in the cache (docs/environment.md). The data pointers are not read except
+// the lengths and tables, whose values are checked. Throws Error or Unsupported, DeviceError when
+// the device fails.
 [[nodiscard]] Plan plan(const Problem& problem, const Options& options = {});
 
-// plan() and run() in one call, with a workspace of its own. Waits for the result.
+// plan() and run() in one call, with a workspace of its own. Waits for the result. Throws what they
+// throw.
 void attention(const Problem& problem, const Options& options = {},
                Statistics* statistics = nullptr);
 
@@ -328,11 +336,12 @@ class BackwardPlan {
 [[nodiscard]] BackwardPlan plan_backward(const Problem& problem, const Gradients& gradients,
                                          const Options& options = {});
 
-// plan_backward() and run() in one call, with a workspace of its own.
+// plan_backward() and run() in one call, with a workspace of its own. Waits for the result.
 void attention_backward(const Problem& problem, const Gradients& gradients,
                         const Options& options = {});
 
-// Attention of one part of the keys: out (B, S, H, Dv) and lse (B, H, S, 1).
+// Attention of one part of the keys, in host memory: out (B, S, H, Dv) and lse (B, H, S, 1), as in
+// Problem.
 struct Part {
   Tensor out;
   Tensor lse;
@@ -344,11 +353,12 @@ struct Part {
 //
 // Every out is fp32, bf16 or fp16, each as it likes; every lse is fp32, and the result's may be
 // absent. The result may be one of the parts (the same memory with the same strides), so that a
-// ring accumulates in place, but may share memory with no part otherwise. Throws Error before
-// anything is written.
+// ring accumulates in place, but may share memory with no part otherwise. Works with OpenMP's
+// threads. Throws Error before anything is written.
 void merge(std::span<const Part> parts, const Part& result, const Tensor& sink = {});
 
-// Attention by its definition, one row at a time, for checking results. Slow on purpose.
+// Attention by its definition, one row at a time, for checking results of a problem in host memory.
+// Slow on purpose.
 enum class Precision : std::uint8_t {
   fp64,  // the truth
   same   // what an unfused computation in the problem's own dtypes gives: sets the tolerance
@@ -356,6 +366,7 @@ enum class Precision : std::uint8_t {
 
 // Dense row order, whatever the strides of the problem's out and lse, which are not written:
 // out (B, Sq, Hq, Dv) and lse (B, Hq, Sq); varlen (1, total_q, Hq, Dv) and (1, Hq, total_q).
+// threads as in Options. Throws Error.
 struct Reference {
   std::vector<double> out;
   std::vector<double> lse;
@@ -364,7 +375,7 @@ struct Reference {
                                   int threads = 0);
 
 // The same for the gradients, which are not written, nor are out and lse read. Absent ones are
-// empty; dbias is the sum that its shape asks for.
+// empty; dbias is the sum that its shape asks for. Paged keys are an Error, too.
 struct ReferenceGradients {
   std::vector<double> dq, dk, dv, dsink, dbias;
 };

@@ -42,7 +42,8 @@ struct PagePool {
 };
 
 // transposed: as the kernels read it, so that nothing stands in front of them. rows: codes of the
-// shape that v has, for other readers; fovea transposes them in front of every run.
+// shape that v has, for other readers, with Dv a multiple of 8; fovea transposes them in front of
+// every run.
 enum class ValueLayout : std::uint8_t { transposed, rows };
 
 // Quantisation of the operands of problems of one kind. Immutable, safe to run from several threads
@@ -58,7 +59,8 @@ class QuantizePlan {
   // Quantises q, or k and v, or all: those of `to` that have data, which share no memory with
   // anything else. The problem must have the planned shapes, dtypes, strides and alignments; its
   // rows that no sequence uses count as zeros. Host memory: allocates nothing. Device memory: puts
-  // kernels into the stream; neither allocates nor waits. Throws Error before anything is written.
+  // kernels into the stream; neither allocates nor waits. Throws Error before anything is written,
+  // DeviceError when the device fails, which leaves the operands undefined.
   void run(const Problem& problem, const Quantized& to, std::span<std::byte> workspace) const;
 
   struct Choice;
@@ -69,7 +71,8 @@ class QuantizePlan {
 };
 
 // q, k and v must be f32, bf16 or f16 with head dimensions up to 256, and not in pages. Host memory
-// is quantised on the CPU, device memory on a GPU. Throws Error or Unsupported.
+// is quantised on the CPU, device memory on a GPU. Of the options, device and threads count. Throws
+// Error or Unsupported, DeviceError when the device fails.
 [[nodiscard]] QuantizePlan plan_quantize(const Problem& problem, const Quantization& quantization,
                                          ValueLayout values = ValueLayout::transposed,
                                          const Options& options = {});
@@ -93,6 +96,8 @@ class QuantizePlan {
                                          const PagePool& pool, const Options& options = {});
 
 // The problem with these operands, all of which have data, in place of its q, k and v.
+// softmax_scale is set where it was not, to that of the head dimension before it was padded. Finds
+// no fault: plan() does.
 [[nodiscard]] Problem attend(Problem problem, const Quantized& operands);
 
 // The arithmetic of an 8-bit kernel, to be studied on any machine.
@@ -111,8 +116,9 @@ struct Fp8Arithmetic {
 };
 
 // What such a kernel makes of the problem, computed element by element on the CPU; slow on purpose.
-// Results as those of reference(). Takes every dtype, masks by position, softcap, sink, lengths and
-// pages; throws Error for bias, mask tensors, ALiBi and dropout, and for arithmetic that is none.
+// Results and threads as those of reference(). Takes every dtype, masks by position, softcap, sink,
+// lengths and pages; throws Error for bias, mask tensors, ALiBi and dropout, and for arithmetic
+// that is none.
 [[nodiscard]] Reference reference_fp8(const Problem& problem, const Fp8Arithmetic& arithmetic = {},
                                       int threads = 0);
 

@@ -29,7 +29,7 @@ struct CompileKernels {
   // Kernels for every feature; otherwise those of plain, causal and ragged calls in bf16 and f16
   // with the usual head dimensions.
   bool all = false;
-  std::string only;  // those whose name holds this text
+  std::string only;  // those whose name holds this text; empty: all
   int every = 1;     // of these, one of so many, spread over the list: a sample
   int threads = 0;   // that compile; 0: one per core
 };
@@ -45,12 +45,14 @@ int compile_kernels(const CompileKernels& which,
 // each computing role waited for and did. On Device::cuda a nanosecond of the document is a cycle
 // of the multiprocessor, in the last of several launches; on an emulated device it is a warp
 // instruction of the whole launch, which shows an order and no durations. Nothing of the problem is
-// written. Throws Error, Unsupported for what the kernel does not compute and for kernels without a
-// timeline, DeviceError.
+// written. Of the options, the device, cuda or an emulated one, and the softmax count; cta is one
+// of the launch's, from 0. Throws Error, Unsupported for what the kernel does not compute and for
+// kernels without a timeline, DeviceError.
 [[nodiscard]] std::string trace(const Problem& problem, const Options& options, int cta = 0);
 
 // The same of the backward kernel that sums dq, dk and dv, for the chips whose kernel has one:
-// sm_100a and sm_103a. out and lse of the problem are read, as by attention_backward().
+// sm_100a and sm_103a. out and lse of the problem are read, as by attention_backward(). Of the
+// options, the device and the configuration count.
 [[nodiscard]] std::string trace_backward(const Problem& problem, const Gradients& gradients,
                                          const Options& options, int cta = 0);
 
