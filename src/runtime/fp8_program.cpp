@@ -270,18 +270,19 @@ Pages gathering_pages(Device& device, std::string why) {
 
 // "gather=0" or "gather=1" among the fields set by hand, which is taken out of them.
 std::optional<bool> take_gather(std::string& fields) {
-  const std::string separated = "," + fields + ",";
-  for (const bool gathers : {false, true}) {
-    const std::string_view field = gathers ? ",gather=1," : ",gather=0,";
-    const std::size_t at = separated.find(field);
-    if (at == std::string::npos) continue;
-    // One of the two commas stays, unless nothing else does.
-    std::string rest = separated;
-    rest.erase(at, field.size() - 1);
-    fields = rest.size() > 2 ? rest.substr(1, rest.size() - 2) : "";
-    return gathers;
-  }
-  return std::nullopt;
+  constexpr std::string_view name = ",gather=";
+  std::string rest = "," + fields + ",";
+  const std::size_t at = rest.find(name);
+  if (at == std::string::npos) return std::nullopt;
+  const std::size_t begin = at + name.size();
+  const std::size_t end = rest.find(',', begin);
+  const std::string value = rest.substr(begin, end - begin);
+  require(value == "0" || value == "1", "configuration gives gather the value '", value,
+          "'; it must be 0 or 1");
+  // One of the two commas stays, unless nothing else does.
+  rest.erase(at, end - at);
+  fields = rest.size() > 2 ? rest.substr(1, rest.size() - 2) : "";
+  return value == "1";
 }
 
 Choice choose(const core::Problem& problem, Device& device, core::SoftmaxPolicy softmax,

@@ -16,6 +16,7 @@
 #include "fovea/fp8.hpp"
 #include "tests/cases.h"
 #include "tests/device_call.h"
+#include "tests/sentence.h"
 
 namespace fovea::test {
 namespace {
@@ -377,6 +378,7 @@ struct ManyRows {
   Index page_size = 64;
   bool causal = true;
   bool promoted = true;
+  const char* configuration = "";
 };
 
 // Of a plan for two heads over one, whose pool holds 4096 keys. Addresses are those of nothing: a
@@ -396,7 +398,7 @@ std::string explained(const ManyRows& c) {
   p.block_table_columns = c.keys / c.page_size;
   p.seqused_k = used;
   p.causal = c.causal;
-  Options options{.device = gpu_devices().front()};
+  Options options{.device = gpu_devices().front(), .configuration = c.configuration};
   options.eight_bits.emplace().promote_keys = c.promoted ? 768 : 0;
   return plan(p, options).explain();
 }
@@ -418,6 +420,13 @@ TEST(Fp8Pages, AreGatheredWhereManyRowsReadThem) {
   expect({.d = 256}, "and a copy pays from 4096 on\n");
   expect({.d = 64}, "and a copy pays from 8192 on\n");
   expect({.rows = 4096, .d = 64, .page_size = 128}, "read in place: 128 keys of 64 columns");
+  expect({.configuration = "stages=2,gather=1"},
+         "pages      gathered in front of every run: as the configuration asks");
+  for (const char* const value : {"2", "", "01"}) {
+    const std::string configuration = std::string("gather=") + value + ",stages=2";
+    expect_in(sentence_of([&] { explained({.configuration = configuration.c_str()}); }),
+              std::string("gather the value '") + value + "'; it must be 0 or 1");
+  }
   const Call dense(spec_of("dense"));
   EXPECT_NE(refusal_of(dense.problem, {.device = gpu_devices().front(),
                                        .configuration = "gather=1",
