@@ -12,6 +12,7 @@
 #include "fovea/fovea.hpp"
 #include "runtime/problem.h"
 #include "tests/runtime_setup.h"
+#include "tests/sentence.h"
 #include "tests/tolerance.h"
 
 namespace fovea::test {
@@ -661,6 +662,15 @@ TEST(LegalInput, IsAcceptedAndTranslated) {
       EXPECT_LE(x.length_k, ours.seqlen_k);
     }
   }
+}
+
+// Read there, addresses of a device would end the program.
+TEST(Reference, ReadsHostMemoryAlone) {
+  SmallCall call(Kind::dense);
+  call.problem.memory = Memory::device;
+  const std::string fault = "memory is not host, where the reference reads";
+  expect_in(sentence_of([&] { static_cast<void>(reference(call.problem)); }), fault);
+  expect_in(sentence_of([&] { static_cast<void>(reference_backward(call.problem, {})); }), fault);
 }
 
 // The values: computed and compared with the oracle, which takes the test's own translation.

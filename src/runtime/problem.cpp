@@ -378,6 +378,11 @@ core::Problem translate(const Problem& problem, const Extents& extents) {
   return result;
 }
 
+void require_host_memory(const Problem& problem, std::string_view reader) {
+  require(problem.memory == Memory::host, "memory is not host, where ", reader,
+          " reads; give it copies there");
+}
+
 core::Problem validate(const Problem& problem) {
   check_present(problem);
   check_dtypes(problem);

@@ -38,6 +38,9 @@ inline constexpr std::array<Argument, 13> arguments{{{"q", &Problem::q},
 // where they are in host memory; no tensor data. Allocates nothing unless it throws.
 [[nodiscard]] core::Problem validate(const Problem& problem);
 
+// Throws Error unless the problem lies in host memory, where `reader`, "the reference" say, reads.
+void require_host_memory(const Problem& problem, std::string_view reader);
+
 // The shape of v as k has it, whatever its layout.
 [[nodiscard]] std::array<std::int64_t, 4> value_shape(const Problem& problem);
 

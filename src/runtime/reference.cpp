@@ -11,7 +11,8 @@ namespace fovea {
 
 namespace {
 
-void check(Precision precision, int threads) {
+void check(const Problem& problem, Precision precision, int threads) {
+  require_host_memory(problem, "the reference");
   require(precision <= Precision::same, "precision is ", static_cast<int>(precision),
           ", which is no fovea::Precision");
   require(threads >= 0 && threads <= max_threads, "threads is ", threads, "; it must lie in 0..",
@@ -21,7 +22,7 @@ void check(Precision precision, int threads) {
 }  // namespace
 
 Reference reference(const Problem& problem, Precision precision, int threads) {
-  check(precision, threads);
+  check(problem, precision, threads);
   const core::Problem validated = validate(problem);
   cpu::ReferenceResult result = precision == Precision::fp64
                                     ? cpu::reference_forward(validated, threads)
@@ -31,7 +32,7 @@ Reference reference(const Problem& problem, Precision precision, int threads) {
 
 ReferenceGradients reference_backward(const Problem& problem, const Gradients& gradients,
                                       Precision precision, int threads) {
-  check(precision, threads);
+  check(problem, precision, threads);
   const core::Problem validated = validate(problem);
   const core::Gradients wanted = validate(problem, gradients);
   require(!validated.is_paged(),

@@ -70,6 +70,7 @@ class Copies {
 };
 
 core::Problem copy_to_device(const Problem& problem, Copies& copies) {
+  require_host_memory(problem, "a trace");
   core::Problem p = validate(problem);
   copies.move(p.q, problem.q);
   copies.move(p.k, problem.k);

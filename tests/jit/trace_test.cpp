@@ -173,6 +173,8 @@ TEST(Trace, RefusesWhatHasNoTimeline) {
   options.device = Device::emulated_sm90a;
   EXPECT_THROW((void)trace(tensors.problem, options, 1000), Error);
   EXPECT_THROW((void)trace(tensors.problem, options, -1), Error);
+  tensors.problem.memory = Memory::device;
+  EXPECT_THROW((void)trace(tensors.problem, options), Error);
 }
 
 TEST(Trace, IsInTracingBlackwellKernelsAlone) {
