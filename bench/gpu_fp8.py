@@ -3,7 +3,7 @@
 
     bench/gpu_fp8.py                       both tables: forward, and quantisation beside a copy
     bench/gpu_fp8.py --lab DIR             beside the kernel DIR/lab8, in turns
-    bench/gpu_fp8.py --cases d64-full-16k  some rows; --list names them
+    bench/gpu_fp8.py --cases d64-full-16k  some rows; --list names them, quantize the second table
     bench/gpu_fp8.py --s8                  two more columns: q and k as integers
     bench/gpu_fp8.py --also 192:warpgroups=2,tile_k=128    another interval and configuration
     bench/gpu_fp8.py --json FILE           every time measured, as JSON
@@ -24,24 +24,24 @@ A quantising pass reads 16 bits an element and writes 8 and the scales; the copy
 equally many bytes, half of them read and half written.
 """
 
-import argparse
-import json
 import re
 import statistics
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_peers import PAUSE_SECONDS, ROOT, Case, Inputs, cell, milliseconds, torch
+from gpu_peers import Case, Inputs, cell
+from gpu_timing import (
+    chosen, command_line, cool_times, milliseconds, open_library, torch, warm_time, write_times,
+)
 from fovea_c import E4M3, S8, Library, Problem, Quantized, QuantizePlan
 
 PROMOTE_KEYS = 768
-WARM_SECONDS = 0.25
 TURNS = 3  # of all engines, the lab among them
 TOLERANCE = 0.1  # of the difference to bf16, over the output
 LAB_SHARE = 0.95  # floor of fovea over the lab
+QUANTIZE = "quantize"  # the second table, among the cases
 
 
 @dataclass(frozen=True)
@@ -123,22 +123,6 @@ def lab_tflops(lab: Path, seqlen: int, launches: int, warm: bool) -> float:
     return max(float(rate) for rate in re.findall(r"tflops=([\d.]+)", text))
 
 
-def cool(engine, launches: int):
-    times = []
-    for _ in range(launches):
-        torch.cuda.synchronize()
-        time.sleep(PAUSE_SECONDS)
-        times.append(milliseconds(engine, 1))
-    return times
-
-
-def warm(engine):
-    launches = max(3, int(500 * WARM_SECONDS / milliseconds(engine, 3)))
-    for _ in range(launches):
-        engine()
-    return [milliseconds(engine, launches)]
-
-
 def engines_of(library: Library, operands: Operands, integers: Operands | None, also):
     """name -> a launch; what ptxas refuses is left out, with its reason."""
     codes = library.attend(operands.problem, operands.codes)
@@ -178,7 +162,7 @@ def measure(library: Library, row: Row, rounds: int, lab: Path | None, s8: bool,
     lab_rates = []
     for _ in range(TURNS):
         for name, engine in engines.items():
-            times[name] += warm(engine) if row.case.warm else cool(engine, rounds)
+            times[name] += [warm_time(engine)] if row.case.warm else cool_times(engine, rounds)
         if lab and row.in_lab:
             launches = 40 if row.case.warm else rounds
             lab_rates.append(lab_tflops(lab, row.case.seqlen, launches, row.case.warm))
@@ -253,7 +237,7 @@ def quantize_table(library: Library, rounds: int):
                 milliseconds(engine, 2)
             for _ in range(3 * rounds):
                 for name, engine in engines.items():
-                    times[name] += cool(engine, 1)
+                    times[name] += cool_times(engine, 1)
             rate = {n: size / statistics.median(t) * 1e-9 for n, t in times.items()}
             share = rate["fovea"] / rate["copy"]
             name = f"d={head_dim} {label}"
@@ -266,42 +250,23 @@ def quantize_table(library: Library, rounds: int):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", help="names, separated by commas; quantize is the second table")
-    parser.add_argument("--list", action="store_true", help="name the cases")
-    parser.add_argument("--rounds", type=int, default=4, help="launches of each engine and turn")
-    parser.add_argument("--lab", type=Path, help="folder of lab8")
+    parser = command_line(__doc__, rounds=4, rounds_are="launches of each engine and turn")
+    parser.add_argument("--lab", type=Path, metavar="DIR", help="folder of lab8")
     parser.add_argument("--s8", action="store_true", help="and q and k as integers")
     parser.add_argument("--also", action="append", default=[], metavar="KEYS[:FIELD=VALUE,...]")
-    parser.add_argument("--library", type=Path, default=ROOT / "build/bench/libfovea_bench.so")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    names = [*(row.case.name for row in ROWS), "quantize"]
-    if arguments.list:
-        print("\n".join(names))
-        return 0
-    wanted = arguments.cases.split(",") if arguments.cases else names
-    unknown = set(wanted) - set(names)
-    if unknown:
-        sys.exit(f"gpu_fp8: --cases has {', '.join(sorted(unknown))}; --list names the cases")
-    if not torch.cuda.is_available():
-        sys.exit("gpu_fp8: PyTorch sees no CUDA device")
-    library = Library(arguments.library)
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, "
-          f"fovea {library.version()}\n")
+    wanted = chosen(arguments, [*(row.case.name for row in ROWS), QUANTIZE])
+    library = open_library(arguments.library)
     everything, below = {}, []
     rows = [row for row in ROWS if row.case.name in wanted]
     if rows:
         everything, below = forward_table(library, rows, arguments)
-    if "quantize" in wanted:
+    if QUANTIZE in wanted:
         passes, slow = quantize_table(library, arguments.rounds)
-        everything["quantize"] = passes
+        everything[QUANTIZE] = passes
         below += slow
     print(f"\nBelow the floor: {'; '.join(below) or 'none'}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(everything, indent=1))
+    write_times(arguments.json, everything)
     return 1 if below else 0
 
 

@@ -3,13 +3,12 @@
 
     bench/gpu_peers.py                         the whole table of the forward pass
     bench/gpu_peers.py --backward              that of the gradients, and of those in a fixed order
-    bench/gpu_peers.py --decode                few queries beside many keys, in microseconds
     bench/gpu_peers.py --cases d128-full-4k    some cells; --list names them
     bench/gpu_peers.py --lab DIR               beside the lab kernel in DIR, too (full attention)
     bench/gpu_peers.py --json FILE             every time measured, as JSON
 
 Needs a GPU, PyTorch with CUDA, and the bench library (scripts/bench builds it). No compiler beside
-the CUDA toolkit's NVRTC.
+the CUDA toolkit's NVRTC. Few queries beside many keys are gpu_decode.py's.
 
 Method: bf16, standard normal inputs, 32,768 tokens and 2,048 = heads x head_dim unless the name
 says otherwise; one process, the engines take turns, one launch each a round, after two uncounted
@@ -22,41 +21,25 @@ without more, the host's way through each library from Python included. TFLOPS: 
 pairs that the mask leaves x head_dim / time, backward 10 for 4. Outputs are compared: engines that
 did not compute the same thing are no peers.
 
-Decode: launches back to back, each on the next of several copies of the keys and values, three
-times as large as the L2 in all, so that every byte comes from memory; the median of the rounds.
-Engines are checked against fp32 first; bytes are those of keys and values.
-
 The lab kernel is a program of its own, `lab SEQLEN ITERATIONS PAUSE_MS`, which prints a line for
 each of its configurations and rounds lengths up to whole tiles. It runs three times, between the
 rounds of the others; the fastest configuration of the head dimension counts, by its own TFLOPS.
 """
 
-import argparse
-import itertools
-import json
-import random
 import re
 import statistics
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-
-try:
-    import torch
-    from fovea_c import Library, device_lse, set_pages
-except ImportError as error:
-    sys.exit(f"gpu_peers: {error}; PyTorch with CUDA is needed, and numpy")
+from gpu_timing import (
+    PAUSE_SECONDS, chosen, command_line, cool_times, largest_difference, milliseconds,
+    open_library, torch, warm_time, write_times,
+)
+from fovea_c import Library, device_lse
 
 TOLERANCE = 2e-2
-PAUSE_SECONDS = 0.005
-DECODE_TOLERANCE = 1e-2  # in parts of the largest number
-DECODE_LAUNCHES = 12
-WARM_SECONDS = 0.25
-HEAD_START_CYCLES = 1_000_000
 BLOCKS = 3  # of rounds, with the lab kernel between them
 
 
@@ -125,44 +108,6 @@ BACKWARD_CASES = [
     *(cell(64, s, False, 1.12) for s in (4096, 16384)),
     *(cell(64, s, True, f) for s, f in ((4096, 1.2), (16384, 1.12))),
     Case("d256-full-16k", 256, 16384, least=480.0),
-]
-
-
-@dataclass(frozen=True)
-class DecodeCase:
-    batch: int
-    heads: int
-    heads_kv: int
-    keys: int
-    head_dim: int = 128
-    queries: int = 1
-    page: int = 0  # keys of a page; 0: none
-
-    @property
-    def name(self) -> str:
-        return (f"{self.batch}x{self.heads}:{self.heads_kv}-{self.keys}-d{self.head_dim}"
-                + (f"-q{self.queries}" if self.queries > 1 else "")
-                + (f"-pages{self.page}" if self.page else ""))
-
-    @property
-    def bytes(self) -> int:
-        return 4 * self.batch * self.keys * self.heads_kv * self.head_dim
-
-
-DECODE_CASES = [
-    DecodeCase(1, 32, 8, 32768),
-    DecodeCase(1, 32, 8, 131072),
-    DecodeCase(4, 32, 8, 4096),
-    DecodeCase(8, 64, 8, 16384),
-    DecodeCase(16, 32, 8, 8192),
-    DecodeCase(16, 32, 32, 2048),
-    DecodeCase(64, 32, 8, 4096),
-    DecodeCase(128, 32, 8, 1024),
-    DecodeCase(4, 16, 1, 16384, head_dim=64, queries=2),
-    DecodeCase(8, 32, 8, 16384, head_dim=64),
-    DecodeCase(8, 16, 8, 8192, head_dim=256),
-    DecodeCase(16, 32, 8, 8192, page=64),
-    DecodeCase(16, 32, 8, 8192, page=16),
 ]
 
 
@@ -273,111 +218,6 @@ class TorchFlash:
         return out.transpose(1, 2)
 
 
-class DecodeInputs:
-    """Queries, and copies of keys and values that the L2 does not hold, as Inputs are stored; with
-    pages, (pages, heads, page, head_dim) in random order."""
-
-    def __init__(self, case: DecodeCase):
-        generator = torch.Generator("cuda").manual_seed(7)
-
-        def normal(*shape):
-            rows = torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
-            return rows.transpose(1, 2)
-
-        self.case = case
-        self.q = normal(case.batch, case.queries, case.heads, case.head_dim)
-        page = case.page or case.keys
-        shape = (case.batch * case.keys // page, page, case.heads_kv, case.head_dim)
-        l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-        self.copies = [
-            (normal(*shape), normal(*shape)) for _ in range(max(2, -(-3 * l2_bytes // case.bytes)))
-        ]
-        if case.page:
-            order = torch.randperm(shape[0], device="cuda", generator=generator)
-            self.block_table = order.int().view(case.batch, -1)
-            self.lengths = torch.full((case.batch,), case.keys, device="cuda", dtype=torch.int32)
-
-    def expected(self):
-        """Of the first copy, in fp32."""
-        case = self.case
-        k, v = self.copies[0]
-        out = torch.empty(self.q.shape, device="cuda")
-        for b in range(case.batch):
-            pages = self.block_table[b].long() if case.page else torch.tensor([b], device="cuda")
-            keys, values = (
-                x[pages].transpose(0, 1).reshape(case.heads_kv, case.keys, -1).float()
-                for x in (k, v)
-            )
-            q = self.q[b].float().reshape(case.heads_kv, -1, case.head_dim)
-            weights = torch.softmax(q @ keys.mT * case.head_dim**-0.5, dim=-1)
-            out[b] = (weights @ values).view(out[b].shape)
-        return out
-
-
-class FoveaDecode:
-    name = "fovea"
-
-    def __init__(self, library: Library, inputs: DecodeInputs):
-        self._out = torch.empty_like(inputs.q)
-        stream = torch.cuda.current_stream().cuda_stream
-        self._problems = []
-        for k, v in inputs.copies:
-            problem = library.device_problem(
-                inputs.q, k, v, self._out, False, -1, None, inputs.case.keys, stream
-            )
-            if inputs.case.page:
-                set_pages(problem, inputs.block_table, inputs.lengths)
-            self._problems.append(problem)
-        self._plan = library.device_plan(self._problems[0])
-        self._problem = itertools.cycle(self._problems)
-
-    def __call__(self):
-        self._plan.run(next(self._problem))
-        return self._out
-
-
-class TorchDecode:
-    def __init__(self, name: str, backend, inputs: DecodeInputs):
-        if inputs.case.page:
-            raise NotImplementedError("PyTorch offers no pages")
-        self.name, self._backend, self._q = name, backend, inputs.q
-        self._grouped = inputs.case.heads != inputs.case.heads_kv
-        self._copy = itertools.cycle(inputs.copies)
-
-    def __call__(self):
-        k, v = next(self._copy)
-        with torch.nn.attention.sdpa_kernel(self._backend):
-            return torch.nn.functional.scaled_dot_product_attention(
-                self._q, k, v, enable_gqa=self._grouped
-            )
-
-
-def decode_engines_of(library: Library, inputs: DecodeInputs):
-    """Those that compute what fp32 does."""
-    backends = torch.nn.attention.SDPBackend
-    makers = {
-        Fovea.name: lambda: FoveaDecode(library, inputs),
-        Cudnn.name: lambda: TorchDecode(Cudnn.name, backends.CUDNN_ATTENTION, inputs),
-        TorchFlash.name: lambda: TorchDecode(TorchFlash.name, backends.FLASH_ATTENTION, inputs),
-    }
-    expected = inputs.expected()
-    found, missing = [], []
-    for name, make in makers.items():
-        try:
-            engine = make()
-            difference = largest_difference((engine(),), (expected,))
-        except NotImplementedError:
-            continue
-        except RuntimeError as error:
-            missing.append(f"{name}: {str(error).splitlines()[0]}")
-            continue
-        if difference < DECODE_TOLERANCE:
-            found.append(engine)
-        else:
-            missing.append(f"{name} is off by {difference:.1e}")
-    return found, missing
-
-
 class FoveaBackward:
     name = "fovea"
 
@@ -444,20 +284,6 @@ def engines_of(library: Library, inputs: Inputs):
     return found, missing
 
 
-def milliseconds(
-    engine, launches: int, idle: bool = False, head_start: int = HEAD_START_CYCLES
-) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    if not idle:
-        torch.cuda._sleep(head_start)
-    begin.record()
-    for _ in range(launches):
-        engine()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / launches
-
-
 class Lab:
     """The program of the lab kernel, beside which full attention is held."""
 
@@ -484,27 +310,12 @@ class Lab:
 def measure_cool(engines, rounds: int, idle: bool, times):
     for _ in range(rounds):
         for engine in engines:
-            torch.cuda.synchronize()
-            time.sleep(PAUSE_SECONDS)
-            times[engine.name].append(milliseconds(engine, 1, idle))
+            times[engine.name] += cool_times(engine, 1, idle)
 
 
 def measure_warm(engines, times):
     for engine in engines:
-        launches = max(3, int(500 * WARM_SECONDS / milliseconds(engine, 3)))
-        for _ in range(launches):
-            engine()
-        times[engine.name].append(milliseconds(engine, launches))
-
-
-def largest_difference(a, b) -> float:
-    """Of two tensors, or of two tuples of them, in parts of the largest number of each: what
-    16 bits round depends on it. An output has weights that sum to 1 and counts as it is."""
-    if not isinstance(a, tuple):
-        return (a.float() - b.float()).abs().max().item()
-    return max(
-        ((x.float() - y.float()).abs().max() / y.float().abs().max()).item() for x, y in zip(a, b)
-    )
+        times[engine.name].append(warm_time(engine))
 
 
 @dataclass
@@ -563,72 +374,8 @@ def measure(library: Library, case: Case, arguments) -> Row:
     return Row(rates, rates_of(idle_times), times, idle_times, difference, missing)
 
 
-def print_decode(library: Library, cases, rounds: int) -> dict:
-    """The table of few queries; gives every time in milliseconds."""
-    names = (Fovea.name, Cudnn.name, TorchFlash.name)
-    print(f"| batch x heads, keys, head_dim | {' | '.join(names)} | TB/s | to the fastest peer |")
-    print("|---|---|---|---|---|---|")
-    everything = {}
-    for case in cases:
-        engines, notes = decode_engines_of(library, DecodeInputs(case))
-        for engine in engines:
-            milliseconds(engine, 2)
-        times = {engine.name: [] for engine in engines}
-        for _ in range(rounds):
-            for engine in random.sample(engines, len(engines)):
-                times[engine.name].append(
-                    milliseconds(engine, DECODE_LAUNCHES, head_start=3 * HEAD_START_CYCLES)
-                )
-        everything[case.name] = times
-        medians = {name: statistics.median(t) for name, t in times.items()}
-        columns = [f"{1000 * medians[n]:.1f}" if n in medians else "" for n in names]
-        own = medians.pop(Fovea.name, float("nan"))
-        peer = min(medians.values(), default=float("nan"))
-        to_peer = f"{peer / own:.3f}x" if peer == peer else ""
-        print(f"| {case.name} | {' | '.join(columns)} | {case.bytes / own * 1e-9:.2f} | {to_peer} |"
-              f"{' ' + '; '.join(notes) if notes else ''}", flush=True)
-        torch.cuda.empty_cache()
-    print("\nMicroseconds of a launch; TB/s: keys and values over fovea's time.")
-    return everything
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    table = parser.add_mutually_exclusive_group()
-    table.add_argument("--backward", action="store_true", help="gradients, not the forward pass")
-    table.add_argument("--decode", action="store_true", help="few queries beside many keys")
-    parser.add_argument("--cases", help="names, separated by commas")
-    parser.add_argument("--list", action="store_true", help="name the cases")
-    parser.add_argument("--rounds", type=int, default=9, help="launches of each engine, cool")
-    parser.add_argument("--lab", type=Path, metavar="DIR", help="folder of the program lab")
-    parser.add_argument("--library", type=Path, default=ROOT / "build/bench/libfovea_bench.so")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    cases = CASES
-    if arguments.backward:
-        cases = BACKWARD_CASES
-    if arguments.decode:
-        cases = DECODE_CASES
-    if arguments.list:
-        print("\n".join(case.name for case in cases))
-        return 0
-    wanted = arguments.cases.split(",") if arguments.cases else [case.name for case in cases]
-    unknown = set(wanted) - {case.name for case in cases}
-    if unknown:
-        sys.exit(f"gpu_peers: --cases has {', '.join(sorted(unknown))}; --list names the cases")
-    if not torch.cuda.is_available():
-        sys.exit("gpu_peers: PyTorch sees no CUDA device")
-
-    library = Library(arguments.library)
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, "
-          f"cuDNN {torch.backends.cudnn.version()}, fovea {library.version()}\n")
-    if arguments.decode:
-        everything = print_decode(library, [c for c in cases if c.name in wanted], arguments.rounds)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(everything, indent=1))
-        return 0
+def print_table(library: Library, cases, arguments):
+    """Gives every time in milliseconds, by case, and the cases below a floor."""
     third = "fovea in turns" if arguments.backward else TorchFlash.name
     names = (Fovea.name, Cudnn.name, third, Lab.name)
     second = "in turns" if arguments.backward else "to lab"
@@ -636,7 +383,7 @@ def main() -> int:
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     peers = (Cudnn.name, TorchFlash.name)
     everything, below, below_idle = {}, [], []
-    for case in (case for case in cases if case.name in wanted):
+    for case in cases:
         row = measure(library, case, arguments)
         everything[case.name] = {"device": row.times, "idle": row.idle_times}
         ratios = {
@@ -665,8 +412,19 @@ def main() -> int:
         torch.cuda.empty_cache()
     print(f"\nTFLOPS. Below the floor: {', '.join(below) or 'none'}; "
           f"into an idle stream, of those to cuDNN: {', '.join(below_idle) or 'none'}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(everything, indent=1))
+    return everything, below
+
+
+def main() -> int:
+    parser = command_line(__doc__, rounds=9, rounds_are="launches of each engine, cool")
+    parser.add_argument("--backward", action="store_true", help="gradients, not the forward pass")
+    parser.add_argument("--lab", type=Path, metavar="DIR", help="folder of the program lab")
+    arguments = parser.parse_args()
+    cases = BACKWARD_CASES if arguments.backward else CASES
+    wanted = chosen(arguments, [case.name for case in cases])
+    library = open_library(arguments.library)
+    everything, below = print_table(library, [c for c in cases if c.name in wanted], arguments)
+    write_times(arguments.json, everything)
     return 1 if below else 0
 
 
