@@ -23,12 +23,15 @@ struct BwdConfig {
   DType bias_dtype = DType::f32;
   bool has_mask = false;
   bool has_dropout = false;
-  bool split_columns = false;  // warpgroups have the same keys and share their columns; see keys_of
-  // Of Hopper's schedule: dq is multiplied by a warpgroup of its own, which copies and adds, too.
+  // Of Hopper's schedules: one warpgroup makes P and dv, the other dS and dk; see keys_of. Or dq is
+  // multiplied by a warpgroup of its own, which copies and adds, too.
+  bool split_products = false;
   bool dq_apart = false;
+  // Two CTAs of a cluster work together. On Hopper each has keys of its own and half of the columns
+  // of dq over the keys of both; on Blackwell both drive each product, over 256 keys.
+  bool pair = false;
   // Blackwell's kernel (core/config_backward_sm100.h) instead of Hopper's; and of that alone:
   bool tensor_memory = false;
-  bool pair = false;         // two CTAs drive each product, over 256 keys
   bool issue_order = false;  // counts on products being executed in the order of issue
   bool trace = false;        // one CTA writes a timeline
   bool operator==(const BwdConfig&) const = default;
@@ -38,13 +41,13 @@ inline constexpr int32 backward_threads =
     3 * 128;                               // warps that copy, add and take turns; two warpgroups
 inline constexpr int32 row_threads = 128;  // of the kernels in bwd_rows.cuh
 
-// Each warpgroup has 64 keys and all columns of their dk and dv; or, where registers are too few
-// for that, both have the same 64 keys and some of the columns.
-constexpr int32 keys_of(const BwdConfig& c) { return c.split_columns ? 64 : 128; }
+// Each warpgroup has 64 keys, with their dk and dv; or, where registers are too few for that, both
+// have the same 64 keys, one their dv and the other their dk.
+constexpr int32 keys_of(const BwdConfig& c) { return c.split_products ? 64 : 128; }
 
 // Query rows of a tile.
 constexpr int32 rows_of(const BwdConfig& c) {
-  return c.tensor_memory || (c.head_dim == 64 && !c.split_columns) ? 128 : 64;
+  return c.tensor_memory || (c.head_dim == 64 && !c.split_products) ? 128 : 64;
 }
 
 // Rows of the boxes in which q and dout come.
@@ -60,10 +63,10 @@ constexpr int32 turn_counters(const BwdConfig& c) { return c.pair ? 2 : 1; }
 struct HeadDims {
   int32 qk, v;
 };
-constexpr HeadDims backward_head_dims(int32 head_dim, int32 head_dim_v, bool split_columns) {
+constexpr HeadDims backward_head_dims(int32 head_dim, int32 head_dim_v, bool split_products) {
   const int32 qk = round_up(head_dim, panel_columns);
   const int32 v = round_up(head_dim_v, panel_columns);
-  if (split_columns) return {qk, v};
+  if (split_products) return {qk, v};
   return {qk < v ? v : qk, qk < v ? v : qk};
 }
 
@@ -92,7 +95,7 @@ constexpr bool fits_whole_columns(const BwdConfig& c) {
 // Whether a third warpgroup can have dq: 208 registers are then left to each of the others, enough
 // at 64 columns where nothing modifies a score. At 128 it lost to the two of them in one rhythm.
 constexpr bool fits_dq_apart(const BwdConfig& c) {
-  return !c.split_columns && !modifies_backward(c) && c.head_dim <= 64 && c.head_dim_v <= 64;
+  return !c.split_products && !modifies_backward(c) && c.head_dim <= 64 && c.head_dim_v <= 64;
 }
 
 // Under a causal mask every block of keys begins with rows that no later block sees: in turns, the
@@ -100,9 +103,9 @@ constexpr bool fits_dq_apart(const BwdConfig& c) {
 constexpr bool last_keys_first(const BwdConfig& c) { return c.deterministic && c.bound_right; }
 
 // Whether each block of keys begins at rows of its own and goes round, so that the multiprocessors
-// do not all add to the same rows of dq at once. Where columns are split what they add binds.
+// do not all add to the same rows of dq at once: where what they add binds.
 constexpr bool goes_round(const BwdConfig& c) {
-  return c.split_columns && !c.deterministic && !c.bound_right && !c.bound_left;
+  return c.split_products && !c.pair && !c.deterministic && !c.bound_right && !c.bound_left;
 }
 
 // Hopper sums dq in units of 64 rows x 64 columns, in the order of a warpgroup's accumulator. A
@@ -111,19 +114,36 @@ inline constexpr int32 dq_unit_floats = 64 * 64;
 constexpr int32 dq_units_of(const BwdConfig& c) {
   return rows_of(c) / 64 * (c.head_dim / panel_columns);
 }
+// Of them, how many a CTA multiplies, and buffers in which they wait to be added: one for each
+// warpgroup at least.
+constexpr int32 dq_units_of_cta(const BwdConfig& c) { return dq_units_of(c) / (c.pair ? 2 : 1); }
+constexpr int32 dq_buffers(const BwdConfig& c) {
+  return dq_units_of_cta(c) < 2 ? 2 : dq_units_of_cta(c);
+}
+
+// Whether Hopper's CTAs work in pairs: where what they add to dq would bind. A warpgroup then has
+// one panel of its CTA's half of the columns.
+constexpr bool fits_pair(const BwdConfig& c) { return c.split_products && c.head_dim == 256; }
+
+// Stages of dS. A pair has no room for a second one.
+constexpr int32 score_stages(const BwdConfig& c) { return c.pair ? 1 : 2; }
+
+// What a pair holds beside: half of the columns of the other CTA's keys, and its dS.
+constexpr int32 peer_bytes(const BwdConfig& c) {
+  return c.pair ? keys_of(c) * c.head_dim + keys_of(c) * rows_of(c) * 2 : 0;
+}
 
 // Stages of dout; q has two.
 constexpr int32 bytes_but_dout(const BwdConfig& c) {
-  const int32 scores = keys_of(c) * rows_of(c) * 2;
   return 2 * keys_of(c) * (c.head_dim + c.head_dim_v) + 2 * rows_of(c) * 2 * c.head_dim +
-         (c.split_columns ? 4 : 2) * scores + 2 * dq_unit_floats * 4 + 4 * rows_of(c) * 4 + 1024;
+         score_stages(c) * keys_of(c) * rows_of(c) * 2 + peer_bytes(c) +
+         dq_buffers(c) * dq_unit_floats * 4 + 4 * rows_of(c) * 4 + 1024;
 }
 constexpr int32 dout_stages(const BwdConfig& c) {
   return bytes_but_dout(c) + 2 * rows_of(c) * 2 * c.head_dim_v <= shared_limit_bytes ? 2 : 1;
 }
 
-// Dynamic shared memory: k and v, stages of q and dout, dS (and P), dq on its way out, rows,
-// barriers.
+// Dynamic shared memory: k and v, stages of q and dout, dS, dq on its way out, rows, barriers.
 constexpr int32 shared_bytes(const BwdConfig& c) {
   return bytes_but_dout(c) + dout_stages(c) * rows_of(c) * 2 * c.head_dim_v;
 }

@@ -12,6 +12,16 @@ namespace fovea::device {
 
 // ---- Work ---------------------------------------------------------------------------------------
 
+// CTAs that visit the same rows together, and their keys.
+constexpr int32 bwd_ctas(const BwdConfig& c) { return c.pair ? 2 : 1; }
+constexpr int32 bwd_keys_together(const BwdConfig& c) { return bwd_ctas(c) * core::keys_of(c); }
+
+// Which CTA of the pair this one is.
+template <BwdConfig C>
+__forceinline__ int32 bwd_rank() {
+  return C.pair ? static_cast<int32>(cluster_rank()) : 0;
+}
+
 // What this CTA works on. In shared memory, since registers are short.
 template <BwdConfig C>
 struct alignas(16) BwdWork {
@@ -20,33 +30,46 @@ struct alignas(16) BwdWork {
   BwdSequence sequence;
   int32 head_kv;
   int32 row_begin, row_end;      // query rows that see any key of the block
-  int32 block_begin, block_end;  // their blocks
+  int32 block_begin, block_end;  // their blocks; of a pair, those of the rows that see either block
   int32 block_first;             // that which is visited first; then those behind it, then the rest
   int32 open_begin, open_end;    // those of which every row exists and sees every key
   int32 key_begin;               // first key of the block
+  bool exists;                   // a key of it, or of the other CTA's
   bool last;                     // no block, but the end of them
 
-  // Block `index` in the order in which they are dealt.
+  // Number `index` in the order in which they are dealt, of the blocks or of their pairs.
   __forceinline__ void find(const BwdParams& params, int32 index) {
-    const PairBlock at =
-        pair_block(index, params.batch * params.heads_kv, params.section, params.key_blocks);
+    constexpr int32 together = bwd_keys_together(C);
+    const int32 count = params.key_blocks * core::keys_of(C) / together;
+    const PairBlock at = pair_block(index, params.batch * params.heads_kv, params.section, count);
     const int32 b = at.pair / params.heads_kv;
     sequence = bwd_sequence<C>(params, b);
     head_kv = at.pair - b * params.heads_kv;
-    key_begin =
-        (core::last_keys_first(C) ? params.key_blocks - 1 - at.block : at.block) * core::keys_of(C);
-    const core::KeyRange seen = rows_that_see<C>(
-        params, sequence, key_begin, min(key_begin + core::keys_of(C), sequence.length_k));
-    row_begin = static_cast<int32>(seen.begin);
-    row_end = static_cast<int32>(seen.end);
-    block_begin = row_begin / rows;
-    block_end = (row_end + rows - 1) / rows;
+    const int32 first = (core::last_keys_first(C) ? count - 1 - at.block : at.block) * together;
+    key_begin = first + bwd_rank<C>() * core::keys_of(C);
+    exists = first < sequence.capacity_k;
+    const core::KeyRange visited =
+        rows_that_see<C>(params, sequence, first, min(first + together, sequence.length_k));
+    block_begin = static_cast<int32>(visited.begin) / rows;
+    block_end = (static_cast<int32>(visited.end) + rows - 1) / rows;
     block_first = block_begin;
     if constexpr (core::goes_round(C)) {
-      block_first += static_cast<int32>(static_cast<int64>(at.block) * (block_end - block_begin) /
-                                        params.key_blocks);
+      block_first +=
+          static_cast<int32>(static_cast<int64>(at.block) * (block_end - block_begin) / count);
     }
+    find_rows(params, visited);
     find_open(params);
+  }
+
+  __forceinline__ void find_rows(const BwdParams& params, core::KeyRange visited) {
+    core::KeyRange seen = visited;
+    // Keys behind the last one have no gradients that a row could spoil.
+    if (C.pair && key_begin < sequence.capacity_k) {
+      seen = rows_that_see<C>(params, sequence, key_begin,
+                              min(key_begin + core::keys_of(C), sequence.length_k));
+    }
+    row_begin = static_cast<int32>(seen.begin);
+    row_end = static_cast<int32>(seen.end);
   }
 
   __forceinline__ void find_open(const BwdParams& params) {
@@ -62,9 +85,14 @@ struct alignas(16) BwdWork {
     }
   }
 
-  __forceinline__ bool exists() const { return key_begin < sequence.capacity_k; }
   __forceinline__ bool is_seen() const { return block_begin < block_end; }
 };
+
+// The first key of the other CTA of a pair.
+template <BwdConfig C>
+__forceinline__ int32 peer_key_begin(const BwdWork<C>& work) {
+  return work.key_begin + (1 - 2 * bwd_rank<C>()) * core::keys_of(C);
+}
 
 // The blocks of rows that a CTA visits, of one head after the other.
 struct BwdVisit {
@@ -100,11 +128,22 @@ __forceinline__ int64 visit_number(const BwdParams& params, const BwdWork<C>& wo
 
 // ---- Plan: shared memory, barriers --------------------------------------------------------------
 
+// What a CTA of a pair has of the other one: its dS, and the columns of its keys for which this CTA
+// multiplies dq.
+template <BwdConfig C, bool pair = C.pair>
+struct BwdPeer {};
+template <BwdConfig C>
+struct BwdPeer<C, true> {
+  alignas(1024) uint8 peer_k[core::keys_of(C) * C.head_dim];
+  alignas(1024) uint8 peer_dscores[core::keys_of(C) * core::rows_of(C) * 2];
+};
+
 // Tiles are panels of 64 columns, each [row][64] with the 128-byte swizzle.
 template <BwdConfig C>
-struct BwdPlan {
+struct BwdPlan : BwdPeer<C> {
   static constexpr int32 rows = core::rows_of(C);
   static constexpr int32 keys = core::keys_of(C);
+  static constexpr int32 ctas = bwd_ctas(C);
   static constexpr int32 panels = C.head_dim / core::panel_columns;
   static constexpr int32 panels_v = C.head_dim_v / core::panel_columns;
   static constexpr int32 dout_stages = core::dout_stages(C);
@@ -116,28 +155,37 @@ struct BwdPlan {
   static constexpr uint32 dout_bytes = rows * panels_v * row_bytes;
   static constexpr uint32 score_bytes = keys * rows * 2;
   static constexpr uint32 unit_bytes = core::dq_unit_floats * 4;
-  static constexpr int32 score_tiles = C.split_columns ? 4 : 2;
+  static constexpr int32 score_stages = core::score_stages(C);
+  static constexpr int32 dq_buffers = core::dq_buffers(C);
 
   alignas(1024) uint8 k[k_bytes];
   alignas(1024) uint8 v[v_bytes];
   alignas(1024) uint8 q[2][q_bytes];
   alignas(1024) uint8 dout[dout_stages][dout_bytes];
-  // [query panel][key][64 queries]: two stages of dS, then two of P where columns are split.
-  alignas(1024) uint8 scores[score_tiles][score_bytes];
-  alignas(1024) uint8 dq[2][unit_bytes];  // of each warpgroup, in the order of the accumulator
+  // [query panel][key][64 queries]: dS. Where products are split P comes first, from one warpgroup
+  // to the other, which writes dS over it.
+  alignas(1024) uint8 scores[score_stages][score_bytes];
+  alignas(1024) uint8 dq[dq_buffers][unit_bytes];  // in the order of the accumulator
   alignas(128) float lse_log2[2][rows];
   alignas(128) float delta[2][rows];
   Ring<2> q_ring;               // with lse_log2. full: 1 producer and the bytes
   Ring<dout_stages> dout_ring;  // with delta. free: each computing warp
-  Ring<1> dq_ring[2];           // full: the threads of a warpgroup; free: the adding thread
-  Ring<2> scores_ring;          // dq_apart. full: each computing warp; free: each warp of dq
-  Ring<2> turn_ring;            // in turns. full: the thread that waits; free: that which adds
-  Ring<2> added_ring;           // in turns. full: the thread that adds; free: that which passes on
-  Ring<1> keys_ring;            // k and v. free: each computing warp
-  Ring<2> work_ring;            // free: each computing warp, and whoever has to do with dq
-  int32 index;                  // of the next block of keys, of the loading thread alone
-  BwdVisit added;               // dq_apart, of the passing thread: the step whose turn it has
-  uint32 turn;                  // dq_apart, of the waiting thread: that of the next step
+  Ring<1> dq_ring[dq_buffers];  // full: the threads of a warpgroup; free: the adding thread
+  // dq_apart. full: each computing warp, of dS; free: each warp of dq. split_products: full: each
+  // warp of the first warpgroup, of P; free: each computing warp
+  Ring<score_stages> scores_ring;
+  Barrier dscores_full[score_stages];  // split_products: dS is in P's place
+  Ring<2> turn_ring;         // in turns. full: the thread that waits; free: that which adds
+  Ring<2> added_ring;        // in turns. full: the thread that adds; free: that which passes on
+  Ring<1> keys_ring;         // k and v. free: each computing warp
+  Ring<2> work_ring;         // free: each computing warp, and whoever has to do with dq
+  Ring<1> peer_ring;         // pair, of peer_dscores. full: each warp and the bytes of the other
+                             // CTA's that makes dS; free: each computing warp of the other CTA
+  Ring<1, true> index_ring;  // pair. full, of the second CTA: 1 and the bytes; free, of the first
+  uint4 next_index;          // pair, of the second CTA: its next pair of blocks of keys, in x
+  int32 index;               // of the next block of keys, of the loading thread alone
+  BwdVisit added;            // dq_apart, of the passing thread: the step whose turn it has
+  uint32 turn;               // dq_apart, of the waiting thread: that of the next step
   BwdWork<C> work[2];
 
   static constexpr uint32 consumer_warps = 8;
@@ -146,11 +194,11 @@ struct BwdPlan {
   static constexpr int32 scores_barrier = 1;
   static constexpr int32 clear_barrier = 2;
   static constexpr int32 dq_barrier = 3;       // of the warpgroup of dq
-  static constexpr int32 weights_barrier = 4;  // of P, where it goes through shared memory
+  static constexpr int32 dscores_barrier = 4;  // of the warpgroup of dS, where products are split
 
   static_assert(C.dtype == DType::bf16 || C.dtype == DType::f16);
   static_assert(C.head_dim % core::panel_columns == 0 && C.head_dim_v % core::panel_columns == 0);
-  static_assert(C.split_columns || (C.head_dim == C.head_dim_v && C.head_dim <= 128));
+  static_assert(C.split_products || (C.head_dim == C.head_dim_v && C.head_dim <= 128));
 };
 
 // Keys come with each block, in a ring of one stage where those have two.
@@ -158,26 +206,14 @@ __forceinline__ RingState<1> keys_state(const RingState<2>& work_state) {
   return {0, static_cast<uint32>(work_state.stage)};
 }
 
-// The panels of columns of a tensor that a warpgroup has.
-struct Panels {
+// The units of its CTA's dq that a warpgroup has; with an odd number the second has one more. Its
+// buffers are those from its own number on.
+struct DqUnits {
   int32 begin, count;
 };
-
-// dk and dv where columns are split, dq always: with an odd number, the warpgroup that has more of
-// dk has less of dq and dv.
-constexpr Panels dk_panels(const BwdConfig& c, int32 warpgroup) {
-  const int32 all = c.head_dim / core::panel_columns;
-  const int32 first = (all + 1) / 2;
-  return warpgroup == 0 ? Panels{0, first} : Panels{first, all - first};
-}
-constexpr Panels dv_panels(const BwdConfig& c, int32 warpgroup) {
-  const int32 all = c.head_dim_v / core::panel_columns;
-  return warpgroup == 0 ? Panels{0, all / 2} : Panels{all / 2, all - all / 2};
-}
-// In units of dq, of which a tile of 128 rows has two under each other.
-constexpr Panels dq_panels(const BwdConfig& c, int32 warpgroup) {
-  const int32 all = core::dq_units_of(c);
-  return warpgroup == 0 ? Panels{0, all / 2} : Panels{all / 2, all - all / 2};
+constexpr DqUnits dq_units(const BwdConfig& c, int32 warpgroup) {
+  const int32 all = core::dq_units_of_cta(c);
+  return warpgroup == 0 ? DqUnits{0, all / 2} : DqUnits{all / 2, all - all / 2};
 }
 
 // ---- Role: load, one thread ---------------------------------------------------------------------
@@ -190,27 +226,56 @@ struct BwdLoad {
   RingState<2> q_state;
   RingState<Plan::dout_stages> dout_state;
   RingState<2> work_state;
+  RingState<1> index_state;
 
   __forceinline__ const BwdWork<C>& work() const { return plan.work[work_state.stage]; }
 
-  // Blocks of keys as they come: the first by place, further ones from a counter that all CTAs
-  // share, or, without one, in rounds.
+  // Blocks of keys, or pairs of them, as they come: the first by place, further ones from a counter
+  // that all CTAs share, or, without one, in rounds.
   __forceinline__ int32 next(int32 index) const {
-    if (params.scheduler == nullptr) return index + static_cast<int32>(gridDim.x);
-    return static_cast<int32>(gridDim.x + atomicAdd(params.scheduler, 1u));
+    const uint32 width = gridDim.x / Plan::ctas;
+    if (index < 0) return static_cast<int32>(blockIdx.x / Plan::ctas);
+    if (params.scheduler == nullptr) return index + static_cast<int32>(width);
+    return static_cast<int32>(width + atomicAdd(params.scheduler, 1u));
+  }
+
+  // The next of which any key exists, or that none does.
+  __forceinline__ void find_next(BwdWork<C>& work) {
+    do {
+      plan.index = next(plan.index);
+      work.last = plan.index >= params.tiles / Plan::ctas;
+      if (work.last) break;
+      work.find(params, plan.index);
+    } while (!work.exists);
+  }
+
+  // The first CTA of a pair asks, and tells the second.
+  __forceinline__ void find_next_of_pair(BwdWork<C>& work) {
+    if (bwd_rank<C>() == 0) {
+      find_next(work);
+      plan.index_ring.wait_free(index_state);
+      const auto index = static_cast<uint32>(plan.index);
+      store_async_x4(map_to_rank(shared_address(&plan.next_index), 1), uint4{index, 0, 0, 0},
+                     map_to_rank(shared_address(&plan.index_ring.full[0]), 1));
+    } else {
+      plan.index_ring.expect(index_state, sizeof(uint4));
+      plan.index_ring.wait_full(index_state);
+      const auto index = static_cast<int32>(load_shared_x4(shared_address(&plan.next_index)).x);
+      mbarrier_arrive_remote(map_to_rank(shared_address(&plan.index_ring.free[0]), 0));
+      work.last = index >= params.tiles / Plan::ctas;
+      if (!work.last) work.find(params, index);
+    }
+    index_state.advance();
   }
 
   // Tells the others which block of keys comes next, or that none does; returns whether one does.
   __forceinline__ bool publish() {
     plan.work_ring.wait_free(work_state);
     BwdWork<C>& work = plan.work[work_state.stage];
-    while (true) {
-      const int32 index = plan.index < 0 ? static_cast<int32>(blockIdx.x) : next(plan.index);
-      plan.index = index;
-      work.last = index >= params.tiles;
-      if (work.last) break;
-      work.find(params, index);
-      if (work.exists()) break;
+    if constexpr (C.pair) {
+      find_next_of_pair(work);
+    } else {
+      find_next(work);
     }
     mbarrier_arrive(plan.work_ring.full[work_state.stage]);
     return !work.last;
@@ -218,10 +283,10 @@ struct BwdLoad {
 
   __forceinline__ void load_panels(SharedAddress memory, const TensorMap* map, Barrier& barrier,
                                    int32 panels, int32 tile_rows, int32 row, int32 head,
-                                   int32 batch, CachePolicy policy) {
+                                   int32 batch, CachePolicy policy, int32 first_panel = 0) {
     for (int32 panel = 0; panel < panels; ++panel) {
       tma_load(memory + panel * tile_rows * Plan::row_bytes, map, barrier,
-               {panel * core::panel_columns, row, head, batch}, policy);
+               {(first_panel + panel) * core::panel_columns, row, head, batch}, policy);
     }
   }
 
@@ -232,11 +297,17 @@ struct BwdLoad {
     const int32 head = work().head_kv;
     Barrier& barrier = plan.keys_ring.full[0];
     plan.keys_ring.wait_free(keys_state(work_state));
-    plan.keys_ring.expect(keys_state(work_state), Plan::k_bytes + Plan::v_bytes);
+    plan.keys_ring.expect(keys_state(work_state),
+                          Plan::k_bytes + Plan::v_bytes + (C.pair ? Plan::k_bytes / 2 : 0));
     load_panels(shared_address(plan.k), &params.k, barrier, Plan::panels, Plan::keys, row, head,
                 s.batch_k, policy);
     load_panels(shared_address(plan.v), &params.v, barrier, Plan::panels_v, Plan::keys, row, head,
                 s.batch_k, policy);
+    if constexpr (C.pair) {
+      load_panels(shared_address(plan.peer_k), &params.k, barrier, Plan::panels / 2, Plan::keys,
+                  s.row_k + peer_key_begin<C>(work()), head, s.batch_k, policy,
+                  bwd_rank<C>() * (Plan::panels / 2));
+    }
   }
 
   // Query rows of one tensor, and one number for each row.
@@ -286,7 +357,8 @@ struct BwdLoad {
 
 // ---- Turns --------------------------------------------------------------------------------------
 //
-// In deterministic order: a counter for each block of rows has how many blocks of keys have added.
+// In deterministic order: a counter for each block of rows has how many blocks of keys have added;
+// where CTAs work in pairs, how many pairs have, one for each half of the columns.
 
 template <BwdConfig C>
 struct BwdTurns {
@@ -294,17 +366,18 @@ struct BwdTurns {
   const BwdWork<C>& work;
 
   __forceinline__ uint32* counter(const BwdVisit& at) const {
-    return params.turns + visit_number<C>(params, work, at);
+    return params.turns + visit_number<C>(params, work, at) * core::turn_counters(C) +
+           bwd_rank<C>();
   }
 
-  // How many blocks of keys add to a block of rows before this one.
+  // How many blocks of keys, or pairs of them, add to a block of rows before this one.
   __forceinline__ uint32 before(int32 block) const {
     const BwdSequence& s = work.sequence;
     const core::BlockRange keys =
         core::block_range(core::Window{params.window_left, params.window_right}, s.length_q,
                           s.length_k, block * core::rows_of(C),
-                          min((block + 1) * core::rows_of(C), s.length_q), core::keys_of(C));
-    const int64 own = work.key_begin / core::keys_of(C);
+                          min((block + 1) * core::rows_of(C), s.length_q), bwd_keys_together(C));
+    const int64 own = work.key_begin / bwd_keys_together(C);
     return static_cast<uint32>(core::last_keys_first(C) ? keys.end - 1 - own : own - keys.begin);
   }
 
@@ -379,37 +452,33 @@ struct BwdAdd {
   using Plan = BwdPlan<C>;
   Plan& plan;
   const BwdParams& params;
-  RingState<1> state[2];
+  RingState<1> state;
   RingState<2> turn_state;
 
-  // The j-th unit of a warpgroup for a block of rows.
-  template <int32 warpgroup>
-  __forceinline__ void add_unit(int64 number, int32 j) {
-    const int64 unit = number * core::dq_units_of(C) + dq_panels(C, warpgroup).begin + j;
-    plan.dq_ring[warpgroup].wait_full(state[warpgroup]);
-    bulk_reduce_add(params.dq_sums + unit * core::dq_unit_floats,
-                    shared_address(plan.dq[warpgroup]), Plan::unit_bytes);
-    bulk_commit();
-  }
-  template <int32 warpgroup>
-  __forceinline__ void release() {
-    plan.dq_ring[warpgroup].release(state[warpgroup]);
-    state[warpgroup].advance();
+  // Every unit of a block of rows that this CTA multiplies. A buffer has one of each.
+  __forceinline__ void add_block(int64 number) {
+    constexpr int32 count = core::dq_units_of_cta(C);
+    constexpr int32 first = Plan::dq_buffers - count;
+    const int64 unit = number * core::dq_units_of(C) + bwd_rank<C>() * count;
+    float* const sums = params.dq_sums + unit * core::dq_unit_floats;
+#pragma unroll
+    for (int32 i = 0; i < count; ++i) {
+      plan.dq_ring[first + i].wait_full(state);
+      bulk_reduce_add(sums + i * core::dq_unit_floats, shared_address(plan.dq[first + i]),
+                      Plan::unit_bytes);
+      bulk_commit();
+    }
+    release_behind<first>();
+    state.advance();
   }
 
-  __forceinline__ void add_block(int64 number) {
-    constexpr int32 units[2] = {dq_panels(C, 0).count, dq_panels(C, 1).count};
-    static_assert(units[0] <= units[1]);
-#pragma unroll
-    for (int32 j = 0; j < units[1]; ++j) {
-      if (j < units[0]) add_unit<0>(number, j);
-      add_unit<1>(number, j);
-      if (j < units[0]) {
-        bulk_wait_read<1>();
-        release<0>();
-      }
-      bulk_wait_read<0>();
-      release<1>();
+  // Gives buffers back in the order in which they are read.
+  template <int32 buffer>
+  __forceinline__ void release_behind() {
+    if constexpr (buffer < Plan::dq_buffers) {
+      bulk_wait_read<Plan::dq_buffers - 1 - buffer>();
+      plan.dq_ring[buffer].release(state);
+      release_behind<buffer + 1>();
     }
   }
 

@@ -22,27 +22,67 @@
 
 namespace fovea::device {
 
-// A unit of dq = dS k: with head_dim 64 its half of the rows, with 128 its half of the columns.
+// ---- Products -----------------------------------------------------------------------------------
+
+// C = A B^T: 64 keys with the rows of a block, both K-major.
+template <BwdConfig C>
+__forceinline__ void issue_scores(float (&c)[core::rows_of(C) / 2], SharedAddress keys,
+                                  SharedAddress queries, int32 steps) {
+  using Plan = BwdPlan<C>;
+  const uint64 a = wgmma_descriptor(Swizzle::b128, keys.value, 0, Plan::group_bytes);
+  const uint64 b = wgmma_descriptor(Swizzle::b128, queries.value, 0, Plan::group_bytes);
+#pragma unroll
+  for (int32 step = 0; step < steps; ++step) {
+    const uint32 panel = step / 4;
+    const uint32 inside = (step % 4) * 32;  // 16 elements
+    bwd_scores(c, descriptor_advance(a, panel * Plan::keys * Plan::row_bytes + inside),
+               descriptor_advance(b, panel * Plan::rows * Plan::row_bytes + inside), step > 0);
+  }
+  wgmma_commit();
+}
+
+// C += A B: P^T dout, or dS^T q. A from registers, B MN-major.
+template <BwdConfig C, int32 count>
+__forceinline__ void issue_gradient(float (&c)[count], const uint32 (&a)[core::rows_of(C) / 16][4],
+                                    SharedAddress queries) {
+  using Plan = BwdPlan<C>;
+  const uint64 b = wgmma_descriptor(Swizzle::b128, queries.value, Plan::rows * Plan::row_bytes,
+                                    Plan::group_bytes);
+#pragma unroll
+  for (int32 step = 0; step < Plan::rows / 16; ++step) {
+    bwd_gradient(c, a[step], descriptor_advance(b, step * 16 * Plan::row_bytes), true);
+  }
+  wgmma_commit();
+}
+
+// dq = dS k, or += of the keys of a peer, of 64 rows and 64 columns: from a panel [key][64 queries]
+// of dS^T and one [key][64 columns] of keys, both MN-major.
+template <BwdConfig C>
+__forceinline__ void issue_dq(float (&dq)[core::dq_unit_floats / 128], SharedAddress dscores,
+                              SharedAddress keys, bool add = false) {
+  using Plan = BwdPlan<C>;
+  constexpr uint32 panel_bytes = Plan::keys * Plan::row_bytes;
+  const uint64 a = wgmma_descriptor(Swizzle::b128, dscores.value, panel_bytes, Plan::group_bytes);
+  const uint64 b = wgmma_descriptor(Swizzle::b128, keys.value, panel_bytes, Plan::group_bytes);
+#pragma unroll
+  for (int32 step = 0; step < Plan::keys / 16; ++step) {
+    bwd_dq(dq, descriptor_advance(a, step * 16 * Plan::row_bytes),
+           descriptor_advance(b, step * 16 * Plan::row_bytes), add || step > 0);
+  }
+  wgmma_commit();
+}
+
+// Of whole columns: with head_dim 64 a unit is half of the rows, with 128 half of the columns.
 template <BwdConfig C>
 __forceinline__ void issue_dq_unit(float (&dq)[core::dq_unit_floats / 128], BwdPlan<C>& plan,
                                    int32 stage, int32 unit) {
   using Plan = BwdPlan<C>;
   constexpr bool split_rows = C.head_dim == 64;
-  constexpr uint32 panel_bytes = Plan::keys * Plan::row_bytes;
-  const uint32 own = static_cast<uint32>(unit) * panel_bytes;
+  const uint32 own = static_cast<uint32>(unit) * (Plan::keys * Plan::row_bytes);
   const SharedAddress scores =
       shared_address(plan.scores[0]) + static_cast<uint32>(stage) * Plan::score_bytes;
-  const SharedAddress keys = shared_address(plan.k);
-  const uint64 b = wgmma_descriptor(Swizzle::b128, (keys + (split_rows ? 0u : own)).value,
-                                    panel_bytes, Plan::group_bytes);
-  const uint64 a = wgmma_descriptor(Swizzle::b128, (scores + (split_rows ? own : 0u)).value,
-                                    panel_bytes, Plan::group_bytes);
-#pragma unroll
-  for (int32 step = 0; step < Plan::keys / 16; ++step) {
-    bwd_dq(dq, descriptor_advance(a, step * 16 * Plan::row_bytes),
-           descriptor_advance(b, step * 16 * Plan::row_bytes), step > 0);
-  }
-  wgmma_commit();
+  issue_dq<C>(dq, scores + (split_rows ? own : 0u),
+              shared_address(plan.k) + (split_rows ? 0u : own));
 }
 
 // ---- Role: compute, one warpgroup: 64 keys, all columns -----------------------------------------
@@ -64,40 +104,15 @@ struct BwdCompute : BwdTile<C> {
   float dv[dv_count];  // [64 x head_dim_v]
   typename Tile::RowNumbers lse;
 
-  // C = A B^T: the warpgroup's 64 keys of `keys` with the rows of `queries`, both K-major.
-  __forceinline__ void issue_scores(float (&c)[score_count], SharedAddress keys,
-                                    SharedAddress queries, int32 steps) {
-    const uint64 a =
-        wgmma_descriptor(Swizzle::b128, (keys + this->warpgroup * (64 * Plan::row_bytes)).value, 0,
-                         Plan::group_bytes);
-    const uint64 b = wgmma_descriptor(Swizzle::b128, queries.value, 0, Plan::group_bytes);
-#pragma unroll
-    for (int32 step = 0; step < steps; ++step) {
-      const uint32 panel = step / 4;
-      const uint32 inside = (step % 4) * 32;  // 16 elements
-      bwd_scores(c, descriptor_advance(a, panel * Plan::keys * Plan::row_bytes + inside),
-                 descriptor_advance(b, panel * Plan::rows * Plan::row_bytes + inside), step > 0);
-    }
-    wgmma_commit();
+  // The warpgroup's keys, of a tile of all.
+  __forceinline__ SharedAddress own_keys(const uint8* tile) const {
+    return shared_address(tile) + static_cast<uint32>(this->first_key()) * Plan::row_bytes;
   }
 
   __forceinline__ void issue_dp(float (&dscores)[score_count]) {
     this->plan.dout_ring.wait_full(this->dout_state());
     wgmma_fence();
-    issue_scores(dscores, shared_address(this->plan.v), this->dout_tile(), C.head_dim_v / 16);
-  }
-
-  // C += A B: P^T dout, or dS^T q. A from registers, B MN-major.
-  template <int32 count>
-  __forceinline__ void issue_gradient(float (&c)[count], const Fragments& a,
-                                      SharedAddress queries) {
-    const uint64 b = wgmma_descriptor(Swizzle::b128, queries.value, Plan::rows * Plan::row_bytes,
-                                      Plan::group_bytes);
-#pragma unroll
-    for (int32 step = 0; step < Plan::rows / 16; ++step) {
-      bwd_gradient(c, a[step], descriptor_advance(b, step * 16 * Plan::row_bytes), true);
-    }
-    wgmma_commit();
+    issue_scores<C>(dscores, own_keys(this->plan.v), this->dout_tile(), C.head_dim_v / 16);
   }
 
   // Waits for a block's rows and issues its scores. lse is read first: beside products, which keep
@@ -107,12 +122,12 @@ struct BwdCompute : BwdTile<C> {
     this->clear_unseen_rows(block);
     this->read_rows(lse, this->own_lse());
     wgmma_fence();
-    issue_scores(scores, shared_address(this->plan.k), this->q_tile(), C.head_dim / 16);
+    issue_scores<C>(scores, own_keys(this->plan.k), this->q_tile(), C.head_dim / 16);
   }
 
   __forceinline__ void issue_dv(const Fragments& weights) {
     wgmma_fence();
-    issue_gradient(dv, weights, this->dout_tile());
+    issue_gradient<C>(dv, weights, this->dout_tile());
   }
 
   // From scores in flight to dS in shared memory, with dV in flight. What runs beside what is a
@@ -164,17 +179,18 @@ struct BwdCompute : BwdTile<C> {
     find_dscores_of(at, dweights);
     wgmma_fence();
     if constexpr (C.dq_apart) {
-      issue_gradient(dk, dweights, this->q_tile());
+      issue_gradient<C>(dk, dweights, this->q_tile());
       wgmma_wait<1>();
-      this->release_dout();
+      this->release_dout(this->dout_state());
     } else {
       float dq[unit_count];  // [64 x 64]
       issue_dq_unit<C>(dq, this->plan, this->q_state.stage, this->warpgroup);
-      issue_gradient(dk, dweights, this->q_tile());
+      issue_gradient<C>(dk, dweights, this->q_tile());
       wgmma_wait<1>();
       wgmma_hold(dq);
-      this->release_dout();
+      this->release_dout(this->dout_state());
       this->add_dq(dq, 0);
+      this->dq_state.advance();
     }
     wgmma_wait<0>();
     wgmma_hold(dk);
@@ -203,169 +219,294 @@ struct BwdCompute : BwdTile<C> {
       this->wait_keys();
       if (this->work().is_seen()) add_blocks();
       this->release_keys();
-      this->store_gradients(dk, 0, dv, 0);
+      await_scores_read();
+      this->store_dk(dk);
+      this->store_dv(dv);
+      this->end_work();
+    }
+  }
+
+  // The gradients leave by way of the memory of dS.
+  __forceinline__ void await_scores_read() {
+    if constexpr (C.dq_apart) {
+      RingState<2> other = this->q_state;
+      this->plan.scores_ring.wait_free(other);
+      other.advance();
+      this->plan.scores_ring.wait_free(other);
+    } else {
+      named_barrier_sync<Plan::scores_barrier, 256>();
+    }
+  }
+};
+
+// ---- Roles: P and dv, dS and dk, one warpgroup each ---------------------------------------------
+//
+// Where dk and dv of 64 keys do not fit the registers of one warpgroup beside all else. Both have
+// the same keys. P goes through shared memory to the other warpgroup, and dS comes back the same
+// way, in its place, as operand A of dq; those of dv and dk stay in registers. While one takes
+// exponentials, products of the other run.
+//
+// In a pair each CTA sends its dS to the other one and multiplies half of the columns of dq with
+// the keys of both: half as much is added in global memory, which binds otherwise.
+
+template <BwdConfig C>
+struct BwdHalf : BwdTile<C> {
+  using Tile = BwdTile<C>;
+  using Plan = BwdPlan<C>;
+  static constexpr int32 unit_count = core::dq_unit_floats / 128;
+  static constexpr uint32 panel_bytes = Plan::keys * Plan::row_bytes;
+
+  RingState<Plan::score_stages> scores_state;
+
+  // The other CTA of the pair.
+  static __forceinline__ uint32 peer() { return static_cast<uint32>(1 - bwd_rank<C>()); }
+
+  // P of this step, and then dS.
+  __forceinline__ SharedAddress scores_tile() const {
+    return shared_address(this->plan.scores[0]) +
+           static_cast<uint32>(scores_state.stage) * Plan::score_bytes;
+  }
+
+  // The warpgroup's units of dq, of the CTA's own keys, once dS is there.
+  template <int32 units>
+  __forceinline__ void issue_own_dq(float (&dq)[units][unit_count], int32 first) {
+    Ring<1>::wait(this->plan.dscores_full[scores_state.stage], scores_state.parity);
+    const SharedAddress keys =
+        shared_address(this->plan.k) +
+        static_cast<uint32>(bwd_rank<C>() * core::dq_units_of_cta(C) + first) * panel_bytes;
+    wgmma_fence();
+#pragma unroll
+    for (uint32 j = 0; j < units; ++j) issue_dq<C>(dq[j], scores_tile(), keys + j * panel_bytes);
+  }
+
+  // The same of the peer's keys, once its dS has come.
+  template <int32 units>
+  __forceinline__ void issue_peer_dq(float (&dq)[units][unit_count], int32 first) {
+    const SharedAddress keys =
+        shared_address(this->plan.peer_k) + static_cast<uint32>(first) * panel_bytes;
+    this->plan.peer_ring.wait_full(scores_state);
+    fence_proxy_async_shared();  // it was stored, not copied
+    wgmma_fence();
+#pragma unroll
+    for (uint32 j = 0; j < units; ++j) {
+      issue_dq<C>(dq[j], shared_address(this->plan.peer_dscores), keys + j * panel_bytes, true);
+    }
+  }
+
+  // Waits for the units, and gives dS back.
+  template <int32 units>
+  __forceinline__ void await_dq(float (&dq)[units][unit_count]) {
+    wgmma_wait<0>();
+#pragma unroll
+    for (int32 j = 0; j < units; ++j) wgmma_hold(dq[j]);
+    __syncwarp();
+    if (lane_index() == 0) {
+      this->plan.scores_ring.release(scores_state);
+      if constexpr (C.pair) {
+        mbarrier_arrive_remote_read(
+            map_to_rank(shared_address(&this->plan.peer_ring.free[0]), peer()));
+      }
+    }
+    scores_state.advance();
+  }
+
+  template <int32 units>
+  __forceinline__ void add_units(const float (&dq)[units][unit_count]) {
+#pragma unroll
+    for (int32 j = 0; j < units; ++j) this->add_dq(dq[j], j);
+    this->dq_state.advance();
+  }
+
+  // Gradients leave by way of a buffer of dq.
+  template <int32 units>
+  __forceinline__ void await_dq_read() {
+    if constexpr (units > 0) this->plan.dq_ring[this->warpgroup].wait_free(this->dq_state);
+  }
+};
+
+template <BwdConfig C>
+struct BwdWeights : BwdHalf<C> {
+  using Half = BwdHalf<C>;
+  using Plan = BwdPlan<C>;
+  using typename BwdTile<C>::Fragments;
+  static constexpr DqUnits own = dq_units(C, 0);
+
+  float dv[C.head_dim_v / 2];  // [64 x head_dim_v]
+  Fragments weights;           // P of this step
+  bool sees_rows = true;       // every row of it sees a key, so that none is cleared
+
+  // Waits for a block's rows and issues its scores. lse is read first: beside products it would
+  // come hundreds of cycles later.
+  __forceinline__ void issue(float (&scores)[BwdTile<C>::score_count],
+                             typename BwdTile<C>::RowNumbers& lse) {
+    this->plan.q_ring.wait_full(this->q_state);
+    this->read_rows(lse, this->own_lse());
+    wgmma_fence();
+    issue_scores<C>(scores, shared_address(this->plan.k), this->q_tile(), C.head_dim / 16);
+  }
+
+  // P from scores in flight, and for the other warpgroup what dS takes of it.
+  __forceinline__ void find(Fragments& kept, float (&scores)[BwdTile<C>::score_count],
+                            const typename BwdTile<C>::RowNumbers& lse, const BwdVisit& at) {
+    const bool hides = !this->sees_all(at.block);
+    wgmma_wait<0>();
+    wgmma_hold(scores);
+    this->find_weights(weights, kept, scores, lse, at.head, at.block, hides);
+    // Here, since q and lse may go once P is published.
+    sees_rows = this->seen_rows(at.block).all;
+  }
+
+  __forceinline__ void publish(const Fragments& kept) {
+    this->plan.scores_ring.wait_free(this->scores_state);
+    this->store_scores(this->scores_tile(), kept);
+    __syncwarp();
+    if (lane_index() == 0) mbarrier_arrive(this->plan.scores_ring.full[this->scores_state.stage]);
+  }
+
+  // P of the first block of rows.
+  __forceinline__ void begin(const BwdVisit& at) {
+    float scores[BwdTile<C>::score_count];
+    typename BwdTile<C>::RowNumbers lse;
+    Fragments kept;
+    issue(scores, lse);
+    find(kept, scores, lse, at);
+    publish(kept);
+  }
+
+  // dv of a block of rows whose P is published, P of the next one if there are `more`, and dq, for
+  // which dS comes back meanwhile.
+  template <bool more>
+  __forceinline__ void step(const BwdVisit& next) {
+    float scores[BwdTile<C>::score_count];
+    typename BwdTile<C>::RowNumbers lse;
+    Fragments kept;
+    const auto dout = this->dout_state();
+    // The other warpgroup has cleared what is not seen.
+    if (!sees_rows) named_barrier_sync<Plan::clear_barrier, 256>();
+    this->plan.dout_ring.wait_full(dout);
+    wgmma_fence();
+    issue_gradient<C>(dv, weights, this->dout_tile());
+    this->q_state.advance();
+    if constexpr (more) issue(scores, lse);
+    wgmma_wait<more>();
+    wgmma_hold(dv);
+    this->release_dout(dout);
+    if constexpr (more) find(kept, scores, lse, next);
+    float dq[own.count > 0 ? own.count : 1][Half::unit_count];
+    if constexpr (own.count > 0) {
+      this->issue_own_dq(dq, own.begin);
+      if constexpr (C.pair) this->issue_peer_dq(dq, own.begin);
+    }
+    this->await_dq(dq);
+    if constexpr (more) publish(kept);
+    if constexpr (own.count > 0) this->add_units(dq);
+  }
+
+  // Every block of rows that sees a key.
+  __forceinline__ void add_blocks() {
+    this->clear_unseen_keys();
+    BwdVisit next = first_visit<C>(this->params, this->work());
+    begin(next);
+#pragma unroll 1
+    while (advance<C>(this->params, this->work(), this->block_end, next)) {
+      step<true>(next);
+    }
+    step<false>(next);
+  }
+
+  __forceinline__ void run() {
+#pragma unroll 1
+    while (this->begin_work()) {
+#pragma unroll
+      for (float& sum : dv) sum = 0.0f;
+      this->wait_keys();
+      if (this->work().is_seen()) add_blocks();
+      this->release_keys();
+      this->template await_dq_read<own.count>();
+      this->store_dv(dv);
       this->end_work();
     }
   }
 };
 
-// ---- Role: compute, one warpgroup: all keys, some of the columns --------------------------------
-//
-// Where dk and dv of 64 keys do not fit the registers of one warpgroup beside all else. Each makes
-// the scores of half of the queries; P^T and dS^T both go through shared memory, as operand A of dv
-// and dk, and dS as that of dq.
-
-template <BwdConfig C, int32 own>
-struct BwdColumns : BwdTile<C> {
-  using Tile = BwdTile<C>;
+template <BwdConfig C>
+struct BwdDerivatives : BwdHalf<C> {
+  using Half = BwdHalf<C>;
   using Plan = BwdPlan<C>;
-  using typename Tile::Fragments;
-  static constexpr int32 score_count = Tile::score_count;
-  static constexpr Panels dk_own = dk_panels(C, own);
-  static constexpr Panels dv_own = dv_panels(C, own);
-  static constexpr Panels dq_own = dq_panels(C, own);
-  static constexpr int32 panel_count = 32;  // numbers of a panel in a thread
-  // dv beside the derivative, where registers are left.
-  static constexpr bool dv_early = !core::modifies_backward(C);
+  using typename BwdTile<C>::Fragments;
+  static constexpr DqUnits own = dq_units(C, 1);
 
-  // One number where it has none.
-  static constexpr int32 numbers(Panels panels) {
-    return panels.count > 0 ? panels.count * panel_count : 1;
-  }
-  float dk[numbers(dk_own)];
-  float dv[numbers(dv_own)];
+  float dk[C.head_dim / 2];  // [64 x head_dim]
 
-  static constexpr bool has_late_unit = dv_early && dq_own.count > 1;
-  float late[panel_count];  // of dq
-  bool is_late = false;     // of a step before this one
-
-  // C = A B^T: 64 keys of `keys` with the warpgroup's rows of `queries`, both K-major.
-  __forceinline__ void issue_scores(float (&c)[score_count], SharedAddress keys,
-                                    SharedAddress queries, int32 steps) {
-    const uint64 a = wgmma_descriptor(Swizzle::b128, keys.value, 0, Plan::group_bytes);
-    const uint64 b =
-        wgmma_descriptor(Swizzle::b128, (queries + own * (Tile::columns * Plan::row_bytes)).value,
-                         0, Plan::group_bytes);
-#pragma unroll
-    for (int32 step = 0; step < steps; ++step) {
-      const uint32 panel = step / 4;
-      const uint32 inside = (step % 4) * 32;  // 16 elements
-      bwd_scores(c, descriptor_advance(a, panel * Plan::keys * Plan::row_bytes + inside),
-                 descriptor_advance(b, panel * Plan::rows * Plan::row_bytes + inside), step > 0);
-    }
-    wgmma_commit();
-  }
-
-  // C += A B: P^T dout, or dS^T q, from the panel `first` of B on. A K-major, B MN-major.
-  template <int32 count>
-  __forceinline__ void issue_gradient(float (&c)[count], SharedAddress scores,
-                                      SharedAddress queries, int32 first) {
-    constexpr uint32 panel_bytes = Plan::rows * Plan::row_bytes;
-    const uint64 a = wgmma_descriptor(Swizzle::b128, scores.value, 0, Plan::group_bytes);
-    const uint64 b = wgmma_descriptor(Swizzle::b128, (queries + first * panel_bytes).value,
-                                      panel_bytes, Plan::group_bytes);
-    wgmma_fence();
-#pragma unroll
-    for (int32 step = 0; step < Plan::rows / 16; ++step) {
-      bwd_gradient(c, descriptor_advance(a, step * 32),
-                   descriptor_advance(b, step * 16 * Plan::row_bytes), true);
-    }
-    wgmma_commit();
-  }
-
-  // Its panels of dq = dS k. Both operands MN-major.
-  template <int32 count>
-  __forceinline__ void issue_dq(float (&dq)[count]) {
-    constexpr uint32 panel_bytes = Plan::keys * Plan::row_bytes;
-    const uint64 a =
-        wgmma_descriptor(Swizzle::b128, this->dscores_tile().value, panel_bytes, Plan::group_bytes);
-    const uint64 b = wgmma_descriptor(
-        Swizzle::b128, (shared_address(this->plan.k) + dq_own.begin * panel_bytes).value,
-        panel_bytes, Plan::group_bytes);
-    wgmma_fence();
-#pragma unroll
-    for (int32 step = 0; step < Plan::keys / 16; ++step) {
-      bwd_dq(dq, descriptor_advance(a, step * 16 * Plan::row_bytes),
-             descriptor_advance(b, step * 16 * Plan::row_bytes), step > 0);
-    }
-    wgmma_commit();
-  }
-
-  __forceinline__ void issue_dv(SharedAddress dout) {
-    if constexpr (dv_own.count > 0) {
-      issue_gradient(dv, this->weights_tile(), dout, dv_own.begin);
-    }
-  }
-
-  // P and dS of this step into shared memory.
-  __forceinline__ void find_scores(int32 head, int32 block, SharedAddress q, SharedAddress dout) {
-    float scores[score_count];
-    float dscores[score_count];  // dP
-    Fragments weights;
+  // dP, and dS from it and what the other warpgroup has published.
+  __forceinline__ void find_dscores(const BwdVisit& at, Fragments& dweights) {
+    float dscores[BwdTile<C>::score_count];  // dP
     Fragments kept;
-    typename Tile::RowNumbers numbers;
-    wgmma_fence();
-    issue_scores(scores, shared_address(this->plan.k), q, C.head_dim / 16);
+    typename BwdTile<C>::RowNumbers delta;
+    this->plan.q_ring.wait_full(this->q_state);
     this->plan.dout_ring.wait_full(this->dout_state());
+    const auto seen = this->seen_rows(at.block);
+    if (!seen.all) {
+      this->clear_unseen(seen, this->dout_tile(), Plan::panels_v, this->thread());
+      this->publish_cleared();
+    }
+    this->read_rows(delta, this->own_delta());
     wgmma_fence();
-    issue_scores(dscores, shared_address(this->plan.v), dout, C.head_dim_v / 16);
-    add_late_unit();
-    const bool hides = !this->sees_all(block);
-    wgmma_wait<1>();
-    wgmma_hold(scores);
-    this->read_rows(numbers, this->own_lse());
-    this->find_weights(weights, kept, scores, numbers, head, block, hides);
-    this->store_scores(this->weights_tile(), weights);
-    if constexpr (dv_early) {
-      this->publish_weights();
-      issue_dv(dout);
-    }
-    wgmma_wait<(dv_early && dv_own.count > 0)>();
+    issue_scores<C>(dscores, shared_address(this->plan.v), this->dout_tile(), C.head_dim_v / 16);
+    this->plan.scores_ring.wait_full(this->scores_state);
+    this->load_scores(kept, this->scores_tile());
+    const bool hides = !this->sees_all(at.block);
+    wgmma_wait<0>();
     wgmma_hold(dscores);
-    this->read_rows(numbers, this->own_delta());
-    this->find_dscores(weights, kept, dscores, numbers, hides);
-    this->store_scores(this->dscores_tile(), weights);
-    this->publish_scores();
-  }
-
-  // The last unit of dq leaves while the next scores are made: dq's buffer is not free earlier, and
-  // meanwhile the tensor cores have work.
-  __forceinline__ void add_late_unit() {
-    if constexpr (has_late_unit) {
-      if (is_late) this->add_dq(late, 0);
+    this->release_dout(this->dout_state());
+    BwdTile<C>::find_dscores(dweights, kept, dscores, delta, hides);
+    this->store_scores(this->scores_tile(), dweights);
+    // The scores are made, so q may change. Every warp fences behind, with dS.
+    if (!seen.all) {
+      this->clear_unseen(seen, this->q_tile(), Plan::panels, this->thread());
+      named_barrier_sync<Plan::dscores_barrier, 128>();
     }
   }
 
-  // Takes dq from its accumulators.
-  __forceinline__ void take_dq(const float (&dq)[numbers(dq_own)]) {
-    constexpr int32 at_once = dq_own.count - (has_late_unit ? 1 : 0);
+  // To the other warpgroup.
+  __forceinline__ void publish_dscores() {
+    fence_proxy_async_shared();
+    __syncwarp();
+    if (lane_index() == 0) mbarrier_arrive(this->plan.dscores_full[this->scores_state.stage]);
+  }
+
+  // To the other CTA: the rows of the warp's 16 keys, which lie together. By stores: a copy would
+  // queue behind those of tiles and the additions to dq.
+  __forceinline__ void send_dscores() {
+    constexpr int32 part_bytes = Plan::score_bytes / 4;
+    const int32 first = warp_index() % 4 * part_bytes + lane_index() * 16;
+    this->plan.peer_ring.wait_free(this->scores_state);
+    if (lane_index() == 0) this->plan.peer_ring.expect(this->scores_state, part_bytes);
+    const ClusterAddress target =
+        map_to_rank(shared_address(this->plan.peer_dscores) + first, this->peer());
+    const ClusterAddress arrived =
+        map_to_rank(shared_address(&this->plan.peer_ring.full[0]), this->peer());
 #pragma unroll
-    for (int32 j = 0; j < at_once; ++j) this->add_dq(dq, j);
-    if constexpr (has_late_unit) {
-#pragma unroll
-      for (int32 i = 0; i < panel_count; ++i) late[i] = dq[at_once * panel_count + i];
-      is_late = true;
+    for (int32 at = 0; at < part_bytes; at += 32 * 16) {
+      store_async_x4(target + at, load_shared_x4(this->scores_tile() + first + at), arrived);
     }
+    __syncwarp();
   }
 
   __forceinline__ void step(const BwdVisit& at) {
-    float dq[numbers(dq_own)];
-    this->plan.q_ring.wait_full(this->q_state);
-    this->clear_unseen_rows(at.block);
-    const SharedAddress q = this->q_tile();
-    const SharedAddress dout = this->dout_tile();
-    find_scores(at.head, at.block, q, dout);
-    if constexpr (!dv_early) issue_dv(dout);
-    if constexpr (dq_own.count > 0) issue_dq(dq);
-    if constexpr (dk_own.count > 0) issue_gradient(dk, this->dscores_tile(), q, dk_own.begin);
-    wgmma_wait<(dk_own.count > 0)>();
-    wgmma_hold(dv);
-    this->release_dout();
-    wgmma_hold(dq);
-    take_dq(dq);
-    wgmma_wait<0>();
+    Fragments dweights;
+    find_dscores(at, dweights);
+    publish_dscores();
+    if constexpr (C.pair) send_dscores();
+    wgmma_fence();
+    issue_gradient<C>(dk, dweights, this->q_tile());
+    float dq[own.count][Half::unit_count];
+    this->issue_own_dq(dq, own.begin);
+    if constexpr (C.pair) this->issue_peer_dq(dq, own.begin);
+    this->await_dq(dq);
     wgmma_hold(dk);
     this->release_q();
+    this->add_units(dq);
   }
 
   // Every block of rows that sees a key.
@@ -375,23 +516,19 @@ struct BwdColumns : BwdTile<C> {
 #pragma unroll 1
     do {
       step(at);
-    } while (advance<C>(this->params, this->work(), this->work().block_end, at));
-    add_late_unit();
-    is_late = false;
+    } while (advance<C>(this->params, this->work(), this->block_end, at));
   }
 
   __forceinline__ void run() {
 #pragma unroll 1
     while (this->begin_work()) {
 #pragma unroll
-      for (int32 i = 0; i < numbers(dk_own); ++i) dk[i] = 0.0f;
-#pragma unroll
-      for (int32 i = 0; i < numbers(dv_own); ++i) dv[i] = 0.0f;
+      for (float& sum : dk) sum = 0.0f;
       this->wait_keys();
       if (this->work().is_seen()) add_blocks();
       this->release_keys();
-      this->store_gradients(dk, dk_own.begin * core::panel_columns, dv,
-                            dv_own.begin * core::panel_columns);
+      this->template await_dq_read<own.count>();
+      this->store_dk(dk);
       this->end_work();
     }
   }
@@ -568,6 +705,17 @@ struct BwdDq {
 
 // ---- Kernel -------------------------------------------------------------------------------------
 
+// All threads of the CTA, or of the pair.
+template <BwdConfig C>
+__forceinline__ void bwd_meet() {
+  if constexpr (C.pair) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
+}
+
 template <BwdConfig C>
 __device__ void bwd(const BwdParams& params) {
   using Plan = BwdPlan<C>;
@@ -577,10 +725,17 @@ __device__ void bwd(const BwdParams& params) {
                 core::shared_bytes(C) <= core::shared_limit_bytes);
 
   if (threadIdx.x == 0) {
-    plan.q_ring.init(1, Plan::consumer_warps);
+    plan.q_ring.init(1, C.split_products ? 4 : Plan::consumer_warps);
     plan.dout_ring.init(1, Plan::consumer_warps);
     for (Ring<1>& ring : plan.dq_ring) ring.init(128, 1);
-    plan.scores_ring.init(Plan::consumer_warps, 4);
+    if constexpr (C.split_products) {
+      plan.scores_ring.init(4, Plan::consumer_warps);
+    } else {
+      plan.scores_ring.init(Plan::consumer_warps, 4);
+    }
+    for (Barrier& full : plan.dscores_full) mbarrier_init(full, 4);
+    plan.peer_ring.init(4, Plan::consumer_warps);
+    plan.index_ring.init(1, 1);
     plan.keys_ring.init(1, Plan::consumer_warps);
     plan.index = -1;
     plan.added.head = -1;
@@ -591,7 +746,7 @@ __device__ void bwd(const BwdParams& params) {
     tma_prefetch_map(&params.q);
     tma_prefetch_map(&params.dout_map);
   }
-  __syncthreads();
+  bwd_meet<C>();
   const int32 warp = warp_index();
   if constexpr (C.dq_apart) {
     if (warp < 4) {
@@ -611,13 +766,18 @@ __device__ void bwd(const BwdParams& params) {
     }
   } else {
     registers_grow<232>();
-    if constexpr (!C.split_columns) {
+    if constexpr (!C.split_products) {
       BwdCompute<C>{{plan, params, warp / 4 - 1}}.run();
     } else if (warp < 8) {
-      BwdColumns<C, 0>{{plan, params, 0}}.run();
+      BwdWeights<C>{{{plan, params, 0}}}.run();
     } else {
-      BwdColumns<C, 1>{{plan, params, 1}}.run();
+      BwdDerivatives<C>{{{plan, params, 1}}}.run();
     }
+  }
+  // A CTA's shared memory must not go while the other one copies to it or arrives there.
+  if constexpr (C.pair) {
+    __syncwarp();
+    bwd_meet<C>();
   }
 }
 

@@ -23,10 +23,9 @@ struct GradientElement<true> {
 template <BwdConfig C>
 struct BwdTile {
   using Plan = BwdPlan<C>;
-  static constexpr bool split = C.split_columns;
-  static constexpr int32 columns = split ? Plan::rows / 2 : Plan::rows;  // queries of its scores
-  static constexpr int32 score_count = columns / 2;
-  using Fragments = uint32[columns / 16][4];
+  static constexpr bool split = C.split_products;
+  static constexpr int32 score_count = Plan::rows / 2;
+  using Fragments = uint32[Plan::rows / 16][4];
 
   Plan& plan;
   const BwdParams& params;
@@ -62,13 +61,11 @@ struct BwdTile {
   }
 
   __forceinline__ int32 thread() const { return static_cast<int32>(threadIdx.x % 128); }
-  // Of the block's keys and queries, those of the thread's element 0.
-  __forceinline__ int32 own_key() const {
-    return (split ? 0 : 64 * warpgroup) + WgmmaAccumulator::row(thread(), 0);
-  }
-  __forceinline__ int32 own_query() const {
-    return (split ? columns * warpgroup : 0) + WgmmaAccumulator::col(thread(), 0);
-  }
+  // Of the block's keys, the first of the warpgroup; of keys and queries, those of the thread's
+  // element 0.
+  __forceinline__ int32 first_key() const { return split ? 0 : 64 * warpgroup; }
+  __forceinline__ int32 own_key() const { return first_key() + WgmmaAccumulator::row(thread(), 0); }
+  __forceinline__ int32 own_query() const { return WgmmaAccumulator::col(thread(), 0); }
 
   // dout comes with q: of the same step, in a ring of as many stages or of one.
   __forceinline__ RingState<Plan::dout_stages> dout_state() const {
@@ -83,12 +80,9 @@ struct BwdTile {
     return shared_address(plan.dout[0]) +
            static_cast<uint32>(dout_state().stage) * Plan::dout_bytes;
   }
-  // dS, and P where it goes through shared memory, of this step.
+  // dS of this step.
   __forceinline__ SharedAddress dscores_tile() const {
     return shared_address(plan.scores[0]) + static_cast<uint32>(q_state.stage) * Plan::score_bytes;
-  }
-  __forceinline__ SharedAddress weights_tile() const {
-    return dscores_tile() + 2 * Plan::score_bytes;
   }
 
   __forceinline__ void release_q() {
@@ -96,16 +90,16 @@ struct BwdTile {
     if (lane_index() == 0) plan.q_ring.release(q_state);
     q_state.advance();
   }
-  __forceinline__ void release_dout() {
+  __forceinline__ void release_dout(RingState<Plan::dout_stages> state) {
     __syncwarp();
-    if (lane_index() == 0) plan.dout_ring.release(dout_state());
+    if (lane_index() == 0) plan.dout_ring.release(state);
   }
 
   // -- What hides
 
   // True if every key of the CTA exists and is seen by every row of the block by its position.
   __forceinline__ bool sees_all(int32 block) const {
-    if constexpr (split || core::modifies_backward(C)) {
+    if constexpr (core::modifies_backward(C)) {
       return block >= work().open_begin && block < work().open_end;
     }
     return block >= open_begin && block < open_end;
@@ -155,65 +149,88 @@ struct BwdTile {
     named_barrier_sync<Plan::clear_barrier, 256>();
   }
 
-  // Keys that no query of the sequence sees, or that do not exist. What bias and mask hide is
-  // looked for only where it would do harm.
+  // Keys that no query of the sequence sees, or that do not exist; of the peer's, too, whose dS is
+  // multiplied by them. What bias and mask hide is looked for only where it would do harm.
   __forceinline__ void clear_unseen_keys() {
+    bool cleared = clear_keys(shared_address(plan.k), Plan::panels, work().key_begin);
+    if constexpr (C.pair) {
+      cleared |= clear_keys(shared_address(plan.peer_k), Plan::panels / 2, peer_key_begin(work()));
+    }
+    if (cleared) publish_cleared();
+  }
+
+  // Whether any may have been cleared.
+  __forceinline__ bool clear_keys(SharedAddress keys, int32 panels, int32 key_begin) {
     const BwdSequence& s = work().sequence;
     const core::KeyRange seen =
         core::union_range(core::Window{params.window_left, params.window_right}, s.length_q,
                           s.length_k, 0, s.length_q);
-    const int32 begin = max(0, static_cast<int32>(seen.begin) - work().key_begin);
-    const int32 end = min(Plan::keys, static_cast<int32>(seen.end) - work().key_begin);
-    if (!core::hides_anywhere(C) && begin == 0 && end == Plan::keys) return;
+    const int32 begin = max(0, static_cast<int32>(seen.begin) - key_begin);
+    const int32 end = min(Plan::keys, static_cast<int32>(seen.end) - key_begin);
+    if (!core::hides_anywhere(C) && begin == 0 && end == Plan::keys) return false;
     const int32 row = 128 * warpgroup + thread();
     if (row < Plan::keys) {
       bool clear = row < begin || row >= end;
       if constexpr (core::hides_anywhere(C)) {
-        const SharedAddress key = shared_address(plan.k) + row * Plan::row_bytes;
-        clear =
-            clear || (is_special<C>(key, Plan::panels, Plan::keys * Plan::row_bytes) &&
-                      !is_seen<C>(params, work().sequence, work().head_kv, work().key_begin + row));
+        const SharedAddress key = keys + row * Plan::row_bytes;
+        clear = clear || (is_special<C>(key, panels, Plan::keys * Plan::row_bytes) &&
+                          !is_seen<C>(params, s, work().head_kv, key_begin + row));
       }
-      if (clear) clear_row(shared_address(plan.k), Plan::panels, Plan::keys, row);
+      if (clear) clear_row(keys, panels, Plan::keys, row);
     }
-    publish_cleared();
+    return true;
   }
 
-  // Query rows that see none of the keys, or that do not exist.
-  __forceinline__ void clear_unseen_rows(int32 block) {
-    if (!core::hides_anywhere(C) && sees_all(block)) return;
+  // Query rows [begin, end) of a block; what else it has sees none of the keys, or does not exist.
+  struct SeenRows {
+    int32 begin, end;
+    bool all;
+  };
+  __forceinline__ SeenRows seen_rows(int32 block) const {
+    if (!core::hides_anywhere(C) && sees_all(block)) return {0, Plan::rows, true};
     const int32 begin = max(0, work().row_begin - block * Plan::rows);
     const int32 end = min(Plan::rows, work().row_end - block * Plan::rows);
     bool any = begin > 0 || end < Plan::rows;
-    const float* lse = plan.lse_log2[q_state.stage];
     if constexpr (core::hides_anywhere(C)) {
+      const float* lse = plan.lse_log2[q_state.stage];
 #pragma unroll
       for (int32 i = 0; i < Plan::rows; i += 32) {
         any = __any_sync(0xffffffffu, any || lse[i + lane_index()] == infinity);
       }
     }
-    if (!any) return;
+    return {begin, end, !any};
+  }
+
+  // Clears the others in a tile of q or dout, of which this thread has row `row`.
+  __forceinline__ void clear_unseen(const SeenRows& seen, SharedAddress tile, int32 panels,
+                                    int32 row) const {
+    if (row >= Plan::rows) return;
+    bool clear = row < seen.begin || row >= seen.end;
+    if constexpr (core::hides_anywhere(C)) {
+      clear = clear || plan.lse_log2[q_state.stage][row] == infinity;
+    }
+    if (clear) clear_row(tile, panels, Plan::rows, row);
+  }
+
+  // Both tiles of a block, by both warpgroups.
+  __forceinline__ void clear_unseen_rows(int32 block) {
+    const SeenRows seen = seen_rows(block);
+    if (seen.all) return;
     plan.dout_ring.wait_full(dout_state());
     const int32 row = 128 * warpgroup + thread();
-    if (row < Plan::rows) {
-      bool clear = row < begin || row >= end;
-      if constexpr (core::hides_anywhere(C)) clear = clear || lse[row] == infinity;
-      if (clear) {
-        clear_row(q_tile(), Plan::panels, Plan::rows, row);
-        clear_row(dout_tile(), Plan::panels_v, Plan::rows, row);
-      }
-    }
+    clear_unseen(seen, q_tile(), Plan::panels, row);
+    clear_unseen(seen, dout_tile(), Plan::panels_v, row);
     publish_cleared();
   }
 
   // -- The softmax and its derivative
 
   // A number for each of the thread's queries: those of elements 4 i and 4 i + 1 (mod 4) in [i].
-  using RowNumbers = float2[columns / 8];
+  using RowNumbers = float2[Plan::rows / 8];
 
   static __forceinline__ void read_rows(RowNumbers& numbers, const float* from) {
 #pragma unroll
-    for (int32 i = 0; i < columns / 8; ++i) {
+    for (int32 i = 0; i < Plan::rows / 8; ++i) {
       numbers[i] = *reinterpret_cast<const float2*>(from + 8 * i);
     }
   }
@@ -281,9 +298,13 @@ struct BwdTile {
       for (int32 e = 0; e < 2; ++e) {
         const float2 x =
             of.score(scores[i + e], view.query + 8 * (i / 4) + e, view.key + 8 * ((i / 2) % 2));
-        weight[e] = exp2_approximate(x.x - (e == 0 ? base.x : base.y));
-        if (!view.sees(i + e) || x.x == -infinity) weight[e] = 0.0f;
+        const float lse_log2 = e == 0 ? base.x : base.y;
+        weight[e] = exp2_approximate(x.x - lse_log2);
         slope[e] = weight[e] * x.y;
+        // By selection: q of rows that see nothing may hold anything.
+        if (!view.sees(i + e) || x.x == -infinity || lse_log2 == infinity) {
+          weight[e] = slope[e] = 0.0f;
+        }
         if constexpr (C.has_dropout) {
           weight[e] = (bits >> e & 1u) != 0 ? 0.0f : weight[e] * params.keep_scale;
         }
@@ -312,7 +333,7 @@ struct BwdTile {
       exponentiate<false>(weights, scores, lse, block);
     }
 #pragma unroll
-    for (int32 i = 0; i < columns / 16; ++i) {
+    for (int32 i = 0; i < Plan::rows / 16; ++i) {
 #pragma unroll
       for (int32 j = 0; j < 4; ++j) kept[i][j] = weights[i][j];
     }
@@ -406,28 +427,29 @@ struct BwdTile {
     }
   }
 
-  // P^T or dS^T as it is, [key][query].
-  __forceinline__ void store_scores(SharedAddress target, const Fragments& values) {
-    const int32 lane = lane_index();
-    const int32 key =
-        (split ? 0 : 64 * warpgroup) + 16 * (warp_index() % 4) + StoreMatrixX4::row(lane);
-    const int32 first = (split ? columns * warpgroup : 0) + StoreMatrixX4::col(lane);
+  // Where a lane's row of the step-th 16 queries of P^T or dS^T lies in their tile, [key][query].
+  __forceinline__ SharedAddress score_address(SharedAddress tile, int32 step) const {
+    const int32 key = first_key() + 16 * (warp_index() % 4) + StoreMatrixX4::row(lane_index());
+    return tile + panel_offset(Swizzle::b128, Plan::keys, key,
+                               2 * (16 * step + StoreMatrixX4::col(lane_index())));
+  }
+  __forceinline__ void store_scores(SharedAddress target, const Fragments& values) const {
 #pragma unroll
-    for (int32 step = 0; step < columns / 16; ++step) {
-      store_matrix_x4(
-          target + panel_offset(Swizzle::b128, Plan::keys, key, 2 * (16 * step + first)),
-          values[step][0], values[step][1], values[step][2], values[step][3]);
+    for (int32 step = 0; step < Plan::rows / 16; ++step) {
+      store_matrix_x4(score_address(target, step), values[step][0], values[step][1],
+                      values[step][2], values[step][3]);
+    }
+  }
+  __forceinline__ void load_scores(Fragments& values, SharedAddress source) const {
+#pragma unroll
+    for (int32 step = 0; step < Plan::rows / 16; ++step) {
+      load_matrix_x4(values[step], score_address(source, step));
     }
   }
 
   __forceinline__ void publish_scores() {
     fence_proxy_async_shared();
     named_barrier_sync<Plan::scores_barrier, 256>();
-  }
-
-  __forceinline__ void publish_weights() {
-    fence_proxy_async_shared();
-    named_barrier_sync<Plan::weights_barrier, 256>();
   }
 
   // To the warpgroup of dq.
@@ -437,25 +459,23 @@ struct BwdTile {
     if (lane_index() == 0) mbarrier_arrive(plan.scores_ring.full[q_state.stage]);
   }
 
-  // Hands unit j of those in `dq` to the adding thread: number 4 q + i of a thread is word i of its
-  // q-th quad.
-  template <int32 count>
-  __forceinline__ void add_dq(const float (&dq)[count], int32 j) {
-    Ring<1>& ring = plan.dq_ring[warpgroup];
+  // Hands the warpgroup's j-th unit of dq to the adding thread: number 4 q + i of a thread is word
+  // i of its q-th quad.
+  __forceinline__ void add_dq(const float (&dq)[core::dq_unit_floats / 128], int32 j) {
+    const int32 buffer = warpgroup + j;
+    Ring<1>& ring = plan.dq_ring[buffer];
     ring.wait_free(dq_state);
     const SharedAddress target = shared_address(plan.dq[0]) +
-                                 static_cast<uint32>(warpgroup) * Plan::unit_bytes +
+                                 static_cast<uint32>(buffer) * Plan::unit_bytes +
                                  static_cast<uint32>(thread()) * 16;
 #pragma unroll
-    for (int32 quad = 0; quad < 8; ++quad) {
-      const int32 i = 32 * j + 4 * quad;
-      store_shared_x4(target + quad * (128 * 16),
+    for (int32 i = 0; i < core::dq_unit_floats / 128; i += 4) {
+      store_shared_x4(target + i * (128 * 4),
                       uint4{__float_as_uint(dq[i]), __float_as_uint(dq[i + 1]),
                             __float_as_uint(dq[i + 2]), __float_as_uint(dq[i + 3])});
     }
     fence_proxy_async_shared();
     mbarrier_arrive(ring.full[0]);
-    dq_state.advance();
   }
 
   // -- The end: keys that exist get their gradients, zero if nobody sees them.
@@ -464,15 +484,17 @@ struct BwdTile {
     void* data;
     const int64 (&stride)[4];
     int32 columns;  // of the tensor
-    int32 first;    // column of element 0
     float factor;
   };
 
-  // Of the shared memory of dS, which nobody else uses now: 16 rows of 128 bytes for each warp.
+  // 16 rows of 128 bytes for each warp, of shared memory that nobody else uses now: that of dS, or,
+  // where products are split, the warpgroup's first buffer of dq.
   static constexpr uint32 part_bytes = 16 * Plan::row_bytes;
   static constexpr int32 part_columns = C.wide ? 32 : 64;
   __forceinline__ uint8* part() const {
-    return plan.scores[0] + static_cast<uint32>(4 * warpgroup + thread() / 32) * part_bytes;
+    const auto warp = static_cast<uint32>(thread() / 32);
+    if constexpr (split) return plan.dq[warpgroup] + warp * part_bytes;
+    return plan.scores[0] + (4 * warpgroup + warp) * part_bytes;
   }
 
   // Numbers `from` .. of the accumulators, as they are stored.
@@ -543,41 +565,29 @@ struct BwdTile {
     }
   }
 
-  // A single number stands for no columns.
+  // The gradients of the warpgroup's keys.
   template <int32 count>
-  __forceinline__ void store_keys(const float (&values)[count], const Target& to,
-                                  int32 key_begin) const {
-    const int32 first_key = key_begin + (split ? 0 : 64 * warpgroup) + 16 * (warp_index() % 4);
-#pragma unroll
-    for (int32 from = 0; from + part_columns / 2 <= count; from += part_columns / 2) {
-      fill_part(values, from, to.factor);
-      __syncwarp();
-      empty_part(to, first_key, to.first + 2 * from);
-      __syncwarp();
-    }
-  }
-
-  // The gradients of the block's keys, of which this warpgroup has the columns from `first` on.
-  template <int32 dk_count, int32 dv_count>
-  __forceinline__ void store_gradients(const float (&dk)[dk_count], int32 dk_first,
-                                       const float (&dv)[dv_count], int32 dv_first) const {
-    if constexpr (C.dq_apart) {
-      RingState<2> other = q_state;
-      plan.scores_ring.wait_free(other);
-      other.advance();
-      plan.scores_ring.wait_free(other);
-    } else {
-      named_barrier_sync<Plan::scores_barrier, 256>();
-    }
-    const Target dk_to{params.dk, params.dk_stride, params.head_dim, dk_first, params.scale};
-    const Target dv_to{params.dv, params.dv_stride, params.head_dim_v, dv_first, 1.0f};
+  __forceinline__ void store_keys(const float (&values)[count], const Target& to) const {
     // One round, but for keys behind the last sequence.
     for (int32 key = work().key_begin; key < work().sequence.capacity_k;
          key += params.key_blocks * Plan::keys) {
-      store_keys(dk, dk_to, key);
-      store_keys(dv, dv_to, key);
+#pragma unroll
+      for (int32 from = 0; from < count; from += part_columns / 2) {
+        fill_part(values, from, to.factor);
+        __syncwarp();
+        empty_part(to, key + first_key() + 16 * (warp_index() % 4), 2 * from);
+        __syncwarp();
+      }
     }
-    if constexpr (split) named_barrier_sync<Plan::scores_barrier, 256>();
+  }
+
+  template <int32 count>
+  __forceinline__ void store_dk(const float (&dk)[count]) const {
+    store_keys(dk, Target{params.dk, params.dk_stride, params.head_dim, params.scale});
+  }
+  template <int32 count>
+  __forceinline__ void store_dv(const float (&dv)[count]) const {
+    store_keys(dv, Target{params.dv, params.dv_stride, params.head_dim_v, 1.0f});
   }
 };
 

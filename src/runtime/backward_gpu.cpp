@@ -309,7 +309,7 @@ BwdConfig choose_backward(const Problem& p, const Gradients& g, std::string_view
   if (is_blackwell(arch)) {
     choose_backward_sm100(c, p);
   } else {
-    c.split_columns = !core::fits_whole_columns(c);
+    c.split_products = !core::fits_whole_columns(c);
     c.dq_apart = core::fits_dq_apart(c);
   }
   override_backward(c, by_hand);
@@ -318,9 +318,11 @@ BwdConfig choose_backward(const Problem& p, const Gradients& g, std::string_view
     throw Error("configuration is " + std::string(by_hand) + ", but " + objection);
   }
   if (!c.tensor_memory) {
-    const core::HeadDims dims = core::backward_head_dims(p.head_dim, p.head_dim_v, c.split_columns);
+    const core::HeadDims dims =
+        core::backward_head_dims(p.head_dim, p.head_dim_v, c.split_products);
     c.head_dim = dims.qk;
     c.head_dim_v = dims.v;
+    c.pair = core::fits_pair(c);
   }
   return c;
 }
@@ -343,10 +345,10 @@ std::string config_value(const BwdConfig& c) {
   config.type("bias_dtype", c.bias_dtype);
   config.flag("has_mask", c.has_mask);
   config.flag("has_dropout", c.has_dropout);
-  config.flag("split_columns", c.split_columns);
+  config.flag("split_products", c.split_products);
   config.flag("dq_apart", c.dq_apart);
-  config.flag("tensor_memory", c.tensor_memory);
   config.flag("pair", c.pair);
+  config.flag("tensor_memory", c.tensor_memory);
   config.flag("issue_order", c.issue_order);
   if (c.trace) config.flag("trace", c.trace);
   return config.value();
@@ -354,29 +356,20 @@ std::string config_value(const BwdConfig& c) {
 
 // The products of the main kernel, overloaded by the columns that a warpgroup has.
 std::vector<std::string> products(const BwdConfig& c) {
-  const bool split = c.split_columns;
-  const auto half = [](int32 columns) { return core::round_up(columns / 2, core::panel_columns); };
-  std::set<int32> gradients{c.head_dim};
-  std::set<int32> dq{core::panel_columns};
-  if (split) {
-    gradients = {half(c.head_dim), c.head_dim - half(c.head_dim), half(c.head_dim_v),
-                 c.head_dim_v - half(c.head_dim_v)};
-    dq = {half(c.head_dim), c.head_dim - half(c.head_dim)};
-  }
-  gradients.erase(0);
-  dq.erase(0);
-  const int32 queries = split ? core::rows_of(c) / 2 : core::rows_of(c);
+  const core::int32 queries = core::rows_of(c);
   std::vector<std::string> texts{
       wgmma_text({.n = queries, .a = c.dtype, .b = c.dtype}, "bwd_scores")};
-  for (const int32 n : gradients) {
-    texts.push_back(wgmma_text(
-        {.n = n, .a = c.dtype, .b = c.dtype, .a_in_registers = !split, .b_mn_major = true},
-        "bwd_gradient"));
+  for (const int32 n : std::set<int32>{c.head_dim, c.head_dim_v}) {
+    texts.push_back(
+        wgmma_text({.n = n, .a = c.dtype, .b = c.dtype, .a_in_registers = true, .b_mn_major = true},
+                   "bwd_gradient"));
   }
-  for (const int32 n : dq) {
-    texts.push_back(wgmma_text(
-        {.n = n, .a = c.dtype, .b = c.dtype, .a_mn_major = true, .b_mn_major = true}, "bwd_dq"));
-  }
+  texts.push_back(wgmma_text({.n = core::panel_columns,
+                              .a = c.dtype,
+                              .b = c.dtype,
+                              .a_mn_major = true,
+                              .b_mn_major = true},
+                             "bwd_dq"));
   return texts;
 }
 
@@ -462,10 +455,11 @@ void BackwardKernels::launch(BackwardPart part, std::uint32_t ctas, const BwdPar
                  std::as_bytes(std::span(&params, 1)), stream);
 }
 
-// Hopper's CTAs take block of keys after block of keys.
+// Hopper's CTAs take block of keys after block of keys, those of a pair together.
 std::uint32_t BackwardKernels::main_ctas(std::uint32_t key_ctas) const {
   if (config_.tensor_memory) return key_ctas;
-  return std::min(key_ctas, static_cast<std::uint32_t>(device_.properties().sm_count));
+  const auto sm_count = static_cast<std::uint32_t>(device_.properties().sm_count);
+  return std::min(key_ctas, config_.pair ? std::max(sm_count / 2 * 2, 2u) : sm_count);
 }
 
 void BackwardKernels::launch_bias(const BackwardCall& call, const BwdParams& params,

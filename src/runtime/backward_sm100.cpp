@@ -10,7 +10,7 @@ bool is_blackwell(std::string_view arch) { return arch == "sm_100a" || arch == "
 void choose_backward_sm100(core::BwdConfig& c, const core::Problem& p) {
   const core::HeadDims dims = core::backward_head_dims_sm100(p.head_dim, p.head_dim_v);
   c.tensor_memory = true;
-  c.split_columns = false;
+  c.split_products = false;
   c.head_dim = dims.qk;
   c.head_dim_v = dims.v;
   // A pair's k, q and dout twice over leave no room for more than 128 columns; below 128 a half of

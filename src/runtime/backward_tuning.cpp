@@ -23,7 +23,7 @@ struct Switch {
   bool BwdConfig::*flag;
 };
 
-constexpr Switch hopper_switches[] = {{"split_columns", &BwdConfig::split_columns},
+constexpr Switch hopper_switches[] = {{"split_products", &BwdConfig::split_products},
                                       {"dq_apart", &BwdConfig::dq_apart}};
 constexpr Switch blackwell_switches[] = {{"pair", &BwdConfig::pair}};
 
@@ -40,7 +40,7 @@ void set_switch(BwdConfig& config, std::string_view name, std::string_view value
     require(value == "0" || value == "1", "configuration gives ", name, " the value '", value,
             "'; it must be 0 or 1");
     config.*entry.flag = value == "1";
-    if (config.split_columns && entry.flag == &BwdConfig::split_columns) config.dq_apart = false;
+    if (config.split_products && entry.flag == &BwdConfig::split_products) config.dq_apart = false;
     return;
   }
   throw Error(text("configuration names '", name, "'; this kernel has ", known));
@@ -66,11 +66,11 @@ std::string backward_objection(const BwdConfig& c) {
   if (c.tensor_memory) {
     return c.pair && c.head_dim != 128 ? "pair=1 needs head dimensions from 65 to 128" : "";
   }
-  if (!c.split_columns && (c.head_dim > 128 || c.head_dim_v > 128)) {
-    return text("head dimensions of ", c.head_dim, " and ", c.head_dim_v, " need split_columns=1");
+  if (!c.split_products && (c.head_dim > 128 || c.head_dim_v > 128)) {
+    return text("head dimensions of ", c.head_dim, " and ", c.head_dim_v, " need split_products=1");
   }
   if (c.dq_apart && !core::fits_dq_apart(c)) {
-    return "dq_apart=1 needs split_columns=0, head dimensions up to 64 and scores that nothing "
+    return "dq_apart=1 needs split_products=0, head dimensions up to 64 and scores that nothing "
            "modifies";
   }
   return {};

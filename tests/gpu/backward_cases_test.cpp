@@ -126,15 +126,15 @@ std::string fault(const std::string& configuration, Index head_dim, bool determi
 
 TEST(GpuBackwardConfiguration, FaultsSayWhatIsRight) {
   EXPECT_EQ(fault("tiles=1", 128, false),
-            "configuration names 'tiles'; this kernel has split_columns, dq_apart");
+            "configuration names 'tiles'; this kernel has split_products, dq_apart");
   EXPECT_EQ(fault("dq_apart=2", 128, false),
             "configuration gives dq_apart the value '2'; it must be 0 or 1");
-  EXPECT_EQ(fault("split_columns=0", 192, false),
-            "configuration is split_columns=0, but head dimensions of 192 and 192 need "
-            "split_columns=1");
+  EXPECT_EQ(fault("split_products=0", 192, false),
+            "configuration is split_products=0, but head dimensions of 192 and 192 need "
+            "split_products=1");
   EXPECT_EQ(
-      fault("split_columns=1,dq_apart=1", 64, false),
-      "configuration is split_columns=1,dq_apart=1, but dq_apart=1 needs split_columns=0, head "
+      fault("split_products=1,dq_apart=1", 64, false),
+      "configuration is split_products=1,dq_apart=1, but dq_apart=1 needs split_products=0, head "
       "dimensions up to 64 and scores that nothing modifies");
 }
 

@@ -172,7 +172,7 @@ BackwardResult run_on(Device& device, const BackwardProblem& host, bool pair) {
   const std::string arch = device.properties().arch;
   EXPECT_TRUE(runtime::backward_supports(p, g, arch).empty());
   core::BwdConfig config = runtime::choose_backward(p, g, arch, host.spec.schedule);
-  config.pair = pair;
+  if (config.tensor_memory) config.pair = pair;
   const std::size_t bytes = runtime::backward_workspace_bytes(call, config, device.properties());
   call.workspace = memory.upload_address(std::vector<unsigned char>(bytes, 0xff));
   const runtime::BackwardKernels kernels(device, config, g);
@@ -321,6 +321,38 @@ const BackwardCase backward_cases[] = {
      .head_dim = 256,
      .head_dim_v = 256,
      .window = {-1, 0}},
+    {.name = "pairs_odd_d256",
+     .heads_q = 4,
+     .heads_kv = 2,
+     .seqlen_q = 130,
+     .seqlen_k = 190,
+     .head_dim = 256,
+     .head_dim_v = 256},
+    {.name = "pairs_window_packed_in_turns",
+     .heads_q = 2,
+     .heads_kv = 1,
+     .seqlen_q = 260,
+     .seqlen_k = 260,
+     .head_dim = 256,
+     .head_dim_v = 128,
+     .window = {60, 10},
+     .deterministic = true,
+     .cu_seqlens_q = {0, 260, 300, 300},
+     .cu_seqlens_k = {0, 260, 260, 400},
+     .slack = 3},
+    {.name = "pairs_used_causal",
+     .batch = 3,
+     .heads_q = 1,
+     .heads_kv = 1,
+     .seqlen_q = 150,
+     .seqlen_k = 260,
+     .head_dim = 200,
+     .head_dim_v = 256,
+     .window = {-1, 0},
+     .f16 = true,
+     .deterministic = true,
+     .seqused_q = {150, 70, 0},
+     .seqused_k = {1, 130, 260}},
     {.name = "in_turns", .seqlen_q = 200, .seqlen_k = 520, .deterministic = true},
     {.name = "in_turns_causal",
      .heads_q = 4,
@@ -401,7 +433,7 @@ const BackwardCase backward_cases[] = {
      .head_dim = 64,
      .head_dim_v = 64,
      .window = {-1, 0},
-     .schedule = "split_columns=1"},
+     .schedule = "split_products=1"},
 };
 
 INSTANTIATE_TEST_SUITE_P(All, Backward, ::testing::ValuesIn(backward_cases),

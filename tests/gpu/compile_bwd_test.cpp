@@ -53,12 +53,13 @@ std::vector<Variant> variants() {
       c.has_softcap = all || name == "softcap";
       c.has_alibi = all || name == "alibi";
       c.has_bias = c.has_mask = c.has_dropout = all;
-      c.split_columns = !core::fits_whole_columns(c);
+      c.split_products = !core::fits_whole_columns(c);
       c.dq_apart = core::fits_dq_apart(c);
+      c.pair = core::fits_pair(c);
       // Softcap and ALiBi alone are of interest where they keep whole columns.
-      if (c.split_columns && core::modifies_backward(c) && !all) continue;
+      if (c.split_products && core::modifies_backward(c) && !all) continue;
       list.push_back({"d" + std::to_string(d.qk) + "_" + std::to_string(d.v) + "_" + name, c,
-                      d.qk == 256 && all});
+                      d.qk > 64 && all});
     }
   }
   // Schedules other than the chosen one.
