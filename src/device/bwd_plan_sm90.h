@@ -231,12 +231,16 @@ struct BwdLoad {
   __forceinline__ const BwdWork<C>& work() const { return plan.work[work_state.stage]; }
 
   // Blocks of keys, or pairs of them, as they come: the first by place, further ones from a counter
-  // that all CTAs share, or, without one, in rounds.
+  // that all CTAs share, or, without one, in rounds. In turns all are counted: whoever waits then
+  // waits for CTAs that run, even if not all find room beside another kernel.
   __forceinline__ int32 next(int32 index) const {
-    const uint32 width = gridDim.x / Plan::ctas;
-    if (index < 0) return static_cast<int32>(blockIdx.x / Plan::ctas);
-    if (params.scheduler == nullptr) return index + static_cast<int32>(width);
-    return static_cast<int32>(width + atomicAdd(params.scheduler, 1u));
+    const int32 width = static_cast<int32>(gridDim.x) / Plan::ctas;
+    const bool counted = params.scheduler != nullptr;
+    if (index < 0 && !(C.deterministic && counted)) {
+      return static_cast<int32>(blockIdx.x) / Plan::ctas;
+    }
+    if (!counted) return index + width;
+    return (C.deterministic ? 0 : width) + static_cast<int32>(atomicAdd(params.scheduler, 1u));
   }
 
   // The next of which any key exists, or that none does.
