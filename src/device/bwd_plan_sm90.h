@@ -40,7 +40,7 @@ struct alignas(16) BwdWork {
   // Number `index` in the order in which they are dealt, of the blocks or of their pairs.
   __forceinline__ void find(const BwdParams& params, int32 index) {
     constexpr int32 together = bwd_keys_together(C);
-    const int32 count = params.key_blocks * core::keys_of(C) / together;
+    const int32 count = params.key_blocks / bwd_ctas(C);
     const PairBlock at = pair_block(index, params.batch * params.heads_kv, params.section, count);
     const int32 b = at.pair / params.heads_kv;
     sequence = bwd_sequence<C>(params, b);
