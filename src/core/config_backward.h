@@ -188,7 +188,7 @@ struct BwdParams {
   float* lse_log2 = nullptr;    // scratch; infinity where a row sees nothing
   float* delta = nullptr;       // scratch: dout out - dlse
   float* dq_sums = nullptr;     // scratch
-  uint32* scheduler = nullptr;  // scratch: blocks of keys dealt by count (BwdLoad::next)
+  uint32* scheduler = nullptr;  // scratch: blocks of keys dealt beyond the first of each CTA
   uint32* turns = nullptr;      // scratch, deterministic: blocks of keys that have added to a block
                             // (pair: pairs of blocks, and one counter for each half of its rows)
 

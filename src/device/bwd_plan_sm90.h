@@ -231,16 +231,13 @@ struct BwdLoad {
   __forceinline__ const BwdWork<C>& work() const { return plan.work[work_state.stage]; }
 
   // Blocks of keys, or pairs of them, as they come: the first by place, further ones from a counter
-  // that all CTAs share, or, without one, in rounds. In turns all are counted: whoever waits then
-  // waits for CTAs that run, even if not all find room beside another kernel.
+  // that all CTAs share, or, without one, in rounds. In turns all CTAs have to find room at once:
+  // they wait for each other.
   __forceinline__ int32 next(int32 index) const {
     const int32 width = static_cast<int32>(gridDim.x) / Plan::ctas;
-    const bool counted = params.scheduler != nullptr;
-    if (index < 0 && !(C.deterministic && counted)) {
-      return static_cast<int32>(blockIdx.x) / Plan::ctas;
-    }
-    if (!counted) return index + width;
-    return (C.deterministic ? 0 : width) + static_cast<int32>(atomicAdd(params.scheduler, 1u));
+    if (index < 0) return static_cast<int32>(blockIdx.x) / Plan::ctas;
+    if (params.scheduler == nullptr) return index + width;
+    return width + static_cast<int32>(atomicAdd(params.scheduler, 1u));
   }
 
   // The next of which any key exists, or that none does.
