@@ -64,6 +64,9 @@ constexpr Explained harmless[] = {
      "without a mask only products read these rows there, and P of them has been waited for"},
     {"wait: mbarrier", "this->wait_keys();",
      "the other warpgroup has waited, and both meet to clear keys"},
+    {"wait: mbarrier", "plan.work_ring.wait_free(work_state);",
+     "rows of the last block were given back by warps that had done with the one before, and dq's "
+     "buffers by the thread that adds"},
     {"wait: mbarrier", "plan.index_ring.wait_free(index_state);",
      "both CTAs have exchanged dS of the last block since"},
     {"wait: mbarrier", "Ring<1>::wait(this->plan.dscores_full",
