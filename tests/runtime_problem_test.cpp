@@ -10,6 +10,7 @@
 
 #include "fovea/fovea.h"
 #include "fovea/fovea.hpp"
+#include "fovea/fp8.hpp"
 #include "runtime/problem.h"
 #include "tests/runtime_setup.h"
 #include "tests/sentence.h"
@@ -671,6 +672,7 @@ TEST(Reference, ReadsHostMemoryAlone) {
   const std::string fault = "memory is not host, where the reference reads";
   expect_in(sentence_of([&] { static_cast<void>(reference(call.problem)); }), fault);
   expect_in(sentence_of([&] { static_cast<void>(reference_backward(call.problem, {})); }), fault);
+  expect_in(sentence_of([&] { static_cast<void>(reference_fp8(call.problem)); }), fault);
 }
 
 // The values: computed and compared with the oracle, which takes the test's own translation.

@@ -45,6 +45,7 @@ Reference reference_fp8(const Problem& problem, const Fp8Arithmetic& a, int thre
   require(a.accumulator_bits >= 1 && a.accumulator_bits <= 23, "accumulator_bits is ",
           a.accumulator_bits, "; it must lie in 1..23");
   check_quantization(a.quantization);
+  require_host_memory(problem, "the reference");
   const core::Problem p = validate(problem);
   check(p);
   check_rotary(a.quantization.rotary, p);
